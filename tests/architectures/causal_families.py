@@ -13,7 +13,10 @@ import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-VOCABULARY, LAYERS, WIDTH, HEADS = 97, 4, 32, 4
+VOCABULARY = 97
+LAYERS = 4
+WIDTH = 32
+HEADS = 4
 # Weights of a model that is built small by mistake, such as one with a tower of its own.
 LARGEST = 5_000_000
 
@@ -155,8 +158,8 @@ def configuration(family: str, sizes: dict[str, Any] = SIZES) -> Any:
             continue
         with contextlib.suppress(Exception):
             # Some attributes cannot be read, as they differ by layer.
-            known = hasattr(default, name) or name.endswith("_token_id")
-            if known:
+            is_setting = hasattr(default, name) or name.endswith("_token_id")
+            if is_setting:
                 options[name] = value
     options |= OPTIONS.get(family, {})
     config = kind(**{name: value for name, value in options.items() if value is not None})

@@ -31,7 +31,8 @@ import tl_layersim as lsim
 from .causal_families import FAMILIES, VOCABULARY, causal_model
 
 SECONDS = 60
-ROWS, POSITIONS = 6, 10
+ROWS = 6
+POSITIONS = 10
 TOKENS = torch.randint(5, VOCABULARY, (ROWS, POSITIONS), generator=torch.Generator().manual_seed(1))
 TOLERANCE = 2e-4
 # Families of what sublayers add to the residual stream.
@@ -82,12 +83,12 @@ class Reference:
         lists = [part for part in self.model.modules() if isinstance(part, torch.nn.ModuleList) and len(part) > 1]
 
         def enter(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-            given = first_tensor((*args, *kwargs.values()))
-            entered.setdefault(module, []).append(torch.empty(0) if given is None else given.clone())
+            tensor = first_tensor((*args, *kwargs.values()))
+            entered.setdefault(module, []).append(torch.empty(0) if tensor is None else tensor.clone())
 
         def leave(module: torch.nn.Module, _args: Any, output: Any) -> None:
-            given = first_tensor(output)
-            calls.setdefault(module, []).append((entered[module][-1], torch.empty(0) if given is None else given.clone()))
+            tensor = first_tensor(output)
+            calls.setdefault(module, []).append((entered[module][-1], torch.empty(0) if tensor is None else tensor.clone()))
 
         handles = []
         for part in {part for parts in lists for part in parts}:
@@ -105,11 +106,11 @@ class Reference:
                 before.shape == after[0][0].shape and torch.equal(before, after[0][0])
                 for before, after in zip(outputs, runs[1:], strict=False)
             )
-            known = len(states) == len(outputs) + 1 and all(
-                state.shape == own.shape and torch.equal(state, own)
-                for state, own in zip(states[1:-1], outputs[:-1], strict=True)
+            in_hidden_states = len(states) == len(outputs) + 1 and all(
+                state.shape == block_output.shape and torch.equal(state, block_output)
+                for state, block_output in zip(states[1:-1], outputs[:-1], strict=True)
             )
-            if (chained or known) and outputs[0].shape[:2] == TOKENS.shape:
+            if (chained or in_hidden_states) and outputs[0].shape[:2] == TOKENS.shape:
                 self.blocks, self.stream = list(parts), [runs[0][0][0], *outputs]
                 return
         raise NoReference("no list of blocks runs once, each block on the output of the one before")
@@ -128,11 +129,11 @@ class Reference:
             return residual if isinstance(output, Tensor) else type(output)([residual, *list(output)[1:]])
 
         def skip(module: torch.nn.Module, args: Any, output: Any) -> Any:
-            given = first_tensor(args)
+            tensor = first_tensor(args)
             # The final norm reads the residual itself; others are parts of a head.
-            if not ended or given is None or given.shape != residual.shape or not torch.equal(given, residual):
+            if not ended or tensor is None or tensor.shape != residual.shape or not torch.equal(tensor, residual):
                 return None
-            return given
+            return tensor
 
         handles = [self.blocks[-1].register_forward_hook(replace)]
         if without_norm:
@@ -145,10 +146,11 @@ class Reference:
             return self.model(TOKENS, use_cache=False).logits
 
 
-def close(ours: Any, theirs: Any, tolerance: float = TOLERANCE) -> bool:
+def close(values: Any, expected: Any, tolerance: float = TOLERANCE) -> bool:
     """Whether numbers agree."""
-    ours, theirs = torch.as_tensor(ours).double(), torch.as_tensor(theirs).double()
-    return ours.shape == theirs.shape and bool((ours - theirs).norm() <= tolerance * theirs.norm().clamp(min=1e-6))
+    values = torch.as_tensor(values).double()
+    expected = torch.as_tensor(expected).double()
+    return values.shape == expected.shape and bool((values - expected).norm() <= tolerance * expected.norm().clamp(min=1e-6))
 
 
 def stream(reference: Reference) -> bool:
@@ -162,14 +164,14 @@ def stream(reference: Reference) -> bool:
 
 def lens(reference: Reference) -> bool:
     """The logit lens: the loss at each layer, by the model's own tail."""
-    found = lsim.analyze(reference.model, TOKENS, lsim.LogitLens())["logit_lens"].cross_entropy
-    return close(found, [reference.loss(reference.tail(x)) for x in reference.stream[1:]])
+    losses = lsim.analyze(reference.model, TOKENS, lsim.LogitLens())["logit_lens"].cross_entropy
+    return close(losses, [reference.loss(reference.tail(x)) for x in reference.stream[1:]])
 
 
 def lens_without_norm(reference: Reference) -> bool:
     """The logit lens without the final norm, below the last layer."""
-    found = lsim.analyze(reference.model, TOKENS, lsim.LogitLens(norm="none"))["logit_lens"].cross_entropy[:-1]
-    return close(found, [reference.loss(reference.tail(x, without_norm=True)) for x in reference.stream[1:-1]])
+    losses = lsim.analyze(reference.model, TOKENS, lsim.LogitLens(norm="none"))["logit_lens"].cross_entropy[:-1]
+    return close(losses, [reference.loss(reference.tail(x, without_norm=True)) for x in reference.stream[1:-1]])
 
 
 def sublayers(reference: Reference) -> bool:
@@ -191,20 +193,22 @@ def sublayers(reference: Reference) -> bool:
         batch = Batch(TOKENS, every, every, 0)
         source.settle(batch)
         x = source.collect(batch).activations
-    read = dict(zip(names, x.double(), strict=True))
+    outputs_by_name = dict(zip(names, x.double(), strict=True))
     good = True
     for number, (before, after) in enumerate(zip(reference.stream, reference.stream[1:], strict=False)):
-        parts = [read[name] for part in SUBLAYER_FAMILIES if (name := f"blocks.{number}.hook_{part}") in read]
+        parts = [
+            outputs_by_name[name] for part in SUBLAYER_FAMILIES if (name := f"blocks.{number}.hook_{part}") in outputs_by_name
+        ]
         added = (after.double() - before.double()).flatten(0, 1)
         good &= bool(parts) and (close(sum(parts), added, 1e-3) or _is_normed(reference, number, parts[-1]))
     if not good:
         # A family may be refused where several modules of a block could be called so.
         source.hook_points("mlp_out", False)
-        good = _has_more_terms(source, reference, read)
+        good = _has_more_terms(source, reference, outputs_by_name)
     return good
 
 
-def _has_more_terms(source: Any, reference: Reference, read: dict[str, Tensor]) -> bool:
+def _has_more_terms(source: Any, reference: Reference, outputs_by_name: dict[str, Tensor]) -> bool:
     """Whether the stream is what sublayers with a family add, and modules without one."""
     for number, block in enumerate(source.watched_anatomy.blocks):
         outputs: dict[str, Tensor] = {}
@@ -221,7 +225,9 @@ def _has_more_terms(source: Any, reference: Reference, read: dict[str, Tensor]) 
         ]
         with hooked(handles), torch.no_grad():
             reference.model(TOKENS, use_cache=False)
-        parts = [read[name] for part in SUBLAYER_FAMILIES if (name := f"blocks.{number}.hook_{part}") in read]
+        parts = [
+            outputs_by_name[name] for part in SUBLAYER_FAMILIES if (name := f"blocks.{number}.hook_{part}") in outputs_by_name
+        ]
         parts += [output.double().flatten(0, 1) for output in outputs.values()]
         added = (reference.stream[number + 1].double() - reference.stream[number].double()).flatten(0, 1)
         if not close(sum(parts), added, 1e-3):
@@ -231,19 +237,20 @@ def _has_more_terms(source: Any, reference: Reference, read: dict[str, Tensor]) 
 
 def _is_normed(reference: Reference, number: int, last: Tensor) -> bool:
     """Whether the norm at the end of a post-norm block reads a stream plus the last sublayer's output."""
-    block, seen = reference.blocks[number], list[tuple[torch.nn.Module, Tensor, Tensor]]()
+    block = reference.blocks[number]
+    calls = list[tuple[torch.nn.Module, Tensor, Tensor]]()
 
     def note(module: torch.nn.Module, args: Any, output: Any) -> None:
-        seen.append((module, args[0], output))
+        calls.append((module, args[0], output))
 
     norms = [part for part in block.modules() if "norm" in type(part).__name__.lower()]
     with hooked([part.register_forward_hook(note) for part in norms]), torch.no_grad():
         reference.model(TOKENS, use_cache=False)
-    streams = [reference.stream[number], *(output for _, _, output in seen)]
+    streams = [reference.stream[number], *(output for _, _, output in calls)]
     ends = [reference.stream[number + 1]]
     ends += [
-        given
-        for _, given, output in seen
+        entering
+        for _, entering, output in calls
         if output.shape == streams[0].shape and torch.equal(output, reference.stream[number + 1])
     ]
     return any(
@@ -253,15 +260,15 @@ def _is_normed(reference: Reference, number: int, last: Tensor) -> bool:
 
 def shortened(reference: Reference) -> bool:
     """`truncate`, saved and loaded again: the logits of the tail after the blocks that are kept."""
-    kept = len(reference.blocks) // 2
+    blocks = len(reference.blocks) // 2
     with tempfile.TemporaryDirectory() as folder:
-        lsim.truncate(reference.model, kept, save_to=folder)
-        again = (
+        lsim.truncate(reference.model, blocks, save_to=folder)
+        loaded = (
             type(reference.model).from_pretrained(folder, attn_implementation="eager", experts_implementation="eager").eval()
         )
         with torch.no_grad():
-            own = again(TOKENS, use_cache=False).logits
-    return close(own, reference.tail(reference.stream[kept]), 1e-3)
+            logits = loaded(TOKENS, use_cache=False).logits
+    return close(logits, reference.tail(reference.stream[blocks]), 1e-3)
 
 
 def early_logits(reference: Reference) -> bool:
@@ -272,8 +279,8 @@ def early_logits(reference: Reference) -> bool:
 def early_generation(reference: Reference) -> bool:
     """`EarlyExit.generate` without exits: the tokens of `generate`, or of the same model without a cache."""
     prompt = TOKENS[:1, :6]
-    found = lsim.EarlyExit(reference.model, 1.0).generate(prompt, max_new_tokens=8, eos_token_id=()).tokens[0]
-    theirs = reference.model.generate(
+    tokens = lsim.EarlyExit(reference.model, 1.0).generate(prompt, max_new_tokens=8, eos_token_id=()).tokens[0]
+    generated = reference.model.generate(
         prompt, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0, attention_mask=torch.ones_like(prompt)
     )
     greedy = prompt
@@ -281,23 +288,23 @@ def early_generation(reference: Reference) -> bool:
         for _ in range(8):
             greedy = torch.cat([greedy, reference.model(greedy, use_cache=False).logits[:, -1:].argmax(-1)], 1)
     # The caches of some families give other tokens than the same model without a cache.
-    return found.tolist() in (theirs[0, 6:].tolist(), greedy[0, 6:].tolist())
+    return tokens.tolist() in (generated[0, 6:].tolist(), greedy[0, 6:].tolist())
 
 
 def skipping(reference: Reference) -> bool:
     """`stitch` of a model to itself with the identity, which leaves out block 1: the loss without it."""
     if len(reference.blocks) < 3:
         return True
-    found = lsim.stitch(
+    loss = lsim.stitch(
         reference.model, reference.model, TOKENS, eval_data=TOKENS, at=("blocks.1.hook_resid_pre", 1), adapter="identity"
     ).loss
 
     def pass_on(_module: Any, args: Any, kwargs: Any, output: Any) -> Any:
-        given = first_tensor((*args, *kwargs.values()))
-        return given if isinstance(output, Tensor) else (given, *output[1:])
+        entering = first_tensor((*args, *kwargs.values()))
+        return entering if isinstance(output, Tensor) else (entering, *output[1:])
 
     with hooked([reference.blocks[1].register_forward_hook(pass_on, with_kwargs=True)]), torch.no_grad():
-        return close(found, reference.loss(reference.model(TOKENS, use_cache=False).logits))
+        return close(loss, reference.loss(reference.model(TOKENS, use_cache=False).logits))
 
 
 CAPABILITIES: dict[str, Callable[[Reference], bool]] = {
@@ -348,7 +355,7 @@ def run(
         capabilities: names in `CAPABILITIES`.
         note: function that takes a line about each family.
     """
-    found: dict[str, dict[str, tuple[str, str]]] = {}
+    by_family: dict[str, dict[str, tuple[str, str]]] = {}
     for family in families:
         start = time.time()
         try:
@@ -363,53 +370,54 @@ def run(
         except NoReference as error:
             reference = None
             note(f"{family}: {error}")
-        own: dict[str, tuple[str, str]] = {}
+        outcomes: dict[str, tuple[str, str]] = {}
         for name in capabilities:
             if reference is None:
                 # Whatever it gives, it must not be an error of another library.
                 try:
                     lsim.analyze(model, TOKENS, lsim.Cosine(center="none") if name == "stream" else lsim.LogitLens())
-                    own[name] = ("unknown", "")
+                    outcomes[name] = ("unknown", "")
                 except lsim.LayersimError as error:
-                    own[name] = ("refused", str(error))
+                    outcomes[name] = ("refused", str(error))
                 except Exception as error:
-                    own[name] = ("raw", f"{type(error).__name__}: {' '.join(str(error).split())}")
+                    outcomes[name] = ("raw", f"{type(error).__name__}: {' '.join(str(error).split())}")
                 continue
-            own[name] = outcome(reference, name)
-        found[family] = own
-        note(f"{family} ({time.time() - start:.1f} s): " + ", ".join(f"{name} {what}" for name, (what, _) in own.items()))
-    return found
+            outcomes[name] = outcome(reference, name)
+        by_family[family] = outcomes
+        note(f"{family} ({time.time() - start:.1f} s): " + ", ".join(f"{name} {what}" for name, (what, _) in outcomes.items()))
+    return by_family
 
 
-def summary(found: dict[str, dict[str, tuple[str, str]]]) -> list[str]:
+def summary(by_family: dict[str, dict[str, tuple[str, str]]]) -> list[str]:
     """The number of families with each outcome, for each capability, as rows of a table."""
     columns = ("right", "refused", "wrong", "raw", "unknown")
     rows = [f"| transformers {transformers.__version__} | {' | '.join(columns)} |", "| --- " * (len(columns) + 1) + "|"]
-    for name in dict.fromkeys(name for own in found.values() for name in own):
-        counts = Counter(own[name][0] for own in found.values() if name in own)
+    for name in dict.fromkeys(name for outcomes in by_family.values() for name in outcomes):
+        counts = Counter(outcomes[name][0] for outcomes in by_family.values() if name in outcomes)
         rows.append(f"| {name} | {' | '.join(str(counts[column]) for column in columns)} |")
     return rows
 
 
 # The lines of docs/models.md between which the table is written.
-START, END = "<!-- the conformance run writes from here -->", "<!-- to here -->"
+START = "<!-- the conformance run writes from here -->"
+END = "<!-- to here -->"
 
 
-def write_page(found: dict[str, dict[str, tuple[str, str]]], page: Path) -> None:
+def write_page(by_family: dict[str, dict[str, tuple[str, str]]], page: Path) -> None:
     """Write the counts, and the families that are refused, into the page.
 
     Args:
-        found: the outcomes of all families.
+        by_family: the outcomes of all families.
         page: docs/models.md.
     """
     rows = ["| capability | right | refused | wrong | error of another library |", "| --- " * 5 + "|"]
     refused: dict[str, list[str]] = {}
-    for name in next(iter(found.values())):
-        counts = Counter(own[name][0] for own in found.values())
+    for name in next(iter(by_family.values())):
+        counts = Counter(outcomes[name][0] for outcomes in by_family.values())
         rows.append(f"| {name} | {counts['right']} | {counts['refused']} | {counts['wrong']} | {counts['raw']} |")
-        refused[name] = [family for family, own in found.items() if own[name][0] == "refused"]
+        refused[name] = [family for family, outcomes in by_family.items() if outcomes[name][0] == "refused"]
     lines = [
-        f"{len(found)} families with transformers {transformers.__version__}:",
+        f"{len(by_family)} families with transformers {transformers.__version__}:",
         "",
         *rows,
         "",
@@ -444,13 +452,13 @@ def main(arguments: list[str]) -> None:
     families = [item for item in arguments if not item.startswith("--")] or list(FAMILIES)
     capabilities = options["only"].split(",") if "only" in options else list(CAPABILITIES)
     torch.set_num_threads(1)
-    found = run(families, capabilities, lambda line: print(line, flush=True))
+    by_family = run(families, capabilities, lambda line: print(line, flush=True))
     if "json" in options:
         with open(options["json"], "w") as file:
-            json.dump(found, file, indent=1)
+            json.dump(by_family, file, indent=1)
     if "page" in options:
-        write_page(found, Path(options["page"]))
-    print("\n".join(summary(found)))
+        write_page(by_family, Path(options["page"]))
+    print("\n".join(summary(by_family)))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,11 @@ import transformers
 
 from tl_layersim.data.labels import NO_LABEL
 
-WORDS, CLASSES, SIDE, LENGTH, MASK = 60, 3, 8, 8, 3
+WORDS = 60
+CLASSES = 3
+SIDE = 8
+LENGTH = 8
+MASK = 3
 TEXT = {
     "hidden_size": 16,
     "num_hidden_layers": 2,
@@ -91,7 +95,8 @@ class Case:
             return {"x": torch.randn(rows, 6, generator=noise)}
         if self.side:
             return {"pixel_values": torch.randn(rows, 3, self.side, self.side, generator=noise)}
-        tokens, mask = torch.randint(3, WORDS, (rows, LENGTH), generator=noise), torch.ones(rows, LENGTH, dtype=torch.int64)
+        tokens = torch.randint(3, WORDS, (rows, LENGTH), generator=noise)
+        mask = torch.ones(rows, LENGTH, dtype=torch.int64)
         if "CLIPText" in self.model:
             # The end of a text, which its vector is read at.
             tokens[:, -1] = WORDS - 1

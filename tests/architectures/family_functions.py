@@ -43,7 +43,8 @@ def predictions(key: str) -> Any:
 
 
 def attach(key: str) -> Any:
-    case, probed = CASES[key], {"positions": positions(key)}
+    case = CASES[key]
+    probed = {"positions": positions(key)}
     with torch.no_grad(), called(lsim.attach, model_of(key), similarities(key), **probed, **case.named) as probe:
         model_of(key)(**case.data())
     return probe.results()
@@ -52,8 +53,8 @@ def attach(key: str) -> Any:
 def compare(key: str) -> Any:
     case = CASES[key]
     layers = {"layers": (list(case.layers), list(case.layers))} if case.layers else {}
-    both = (model_of(key), model_of(key, 1))
-    return called(lsim.compare, *both, case.data(), lsim.CKA(minibatch=6), positions=positions(key), **layers)
+    models = (model_of(key), model_of(key, 1))
+    return called(lsim.compare, *models, case.data(), lsim.CKA(minibatch=6), positions=positions(key), **layers)
 
 
 def stitch(key: str) -> Any:

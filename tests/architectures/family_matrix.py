@@ -71,13 +71,13 @@ def reason(key: str, function: str) -> str | None:
 
 def columns() -> list[list[str]]:
     """The functions by column: neighbours that work on the same models share one."""
-    found: list[list[str]] = []
+    groups: list[list[str]] = []
     for function in FUNCTIONS:
-        if found and all(reason(key, function) == reason(key, found[-1][0]) for key in CASES):
-            found[-1].append(function)
+        if groups and all(reason(key, function) == reason(key, groups[-1][0]) for key in CASES):
+            groups[-1].append(function)
         else:
-            found.append([function])
-    return found
+            groups.append([function])
+    return groups
 
 
 def rows() -> list[str]:

@@ -12,7 +12,9 @@ from tl_layersim.architectures.blocks import anatomy_of, choose_stacks
 from tl_layersim.architectures.hook_points import HookPoint, at_point
 from tl_layersim.architectures.site_selection import site_map
 
-HEADS, KEY_HEADS, D_HEAD = 4, 2, 8
+HEADS = 4
+KEY_HEADS = 2
+D_HEAD = 8
 TEXT = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -148,20 +150,21 @@ def inputs_of(key: str, length: int = 7) -> dict[str, torch.Tensor]:
     pixels = torch.randn(2, 3, 16, 16, generator=generator, dtype=torch.float64)
     if key.startswith(("vit", "detr", "deit", "dino", "beit", "swin")):
         return {"pixel_values": pixels}
-    more = {"pixel_values": pixels} if key in ("clip", "siglip") else {}
-    more = {"decoder_input_ids": tokens[:, : max(1, length - 2)]} if key.startswith(("t5", "bart")) else more
-    return {"input_ids": tokens, **more}
+    extra = {"pixel_values": pixels} if key in ("clip", "siglip") else {}
+    extra = {"decoder_input_ids": tokens[:, : max(1, length - 2)]} if key.startswith(("t5", "bart")) else extra
+    return {"input_ids": tokens, **extra}
 
 
 def read(model, points, *args, rows: int = 2, **inputs) -> dict[str, torch.Tensor]:
     """Activations `batch pos width` at hook points, by hooks of the test's own."""
-    found, handles = {}, []
+    activations = {}
+    handles = []
 
-    def keep(point: HookPoint, values):
-        hidden = values if isinstance(values, torch.Tensor) else next(v for v in values if isinstance(v, torch.Tensor))
+    def keep(point: HookPoint, tensors):
+        hidden = tensors if isinstance(tensors, torch.Tensor) else next(v for v in tensors if isinstance(v, torch.Tensor))
         # OPT flattens batch and positions in its MLP; some models change outputs in place.
         hidden = hidden.detach().clone()
-        found[point.name] = at_point(hidden if hidden.dim() > 2 else hidden.unflatten(0, (rows, -1)), point.part)
+        activations[point.name] = at_point(hidden if hidden.dim() > 2 else hidden.unflatten(0, (rows, -1)), point.part)
 
     for point in points:
         module = model.get_submodule(point.module)
@@ -183,7 +186,7 @@ def read(model, points, *args, rows: int = 2, **inputs) -> dict[str, torch.Tenso
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    return activations
 
 
 @functools.cache
@@ -195,9 +198,9 @@ def sites_of(key: str):
 @functools.cache
 def values_of(key: str, length: int = 7) -> dict[str, torch.Tensor]:
     """All sites of a model, and the tensors of its identities."""
-    known = sites_of(key)
-    points = {site.point.name: site.point for site in known.sites}
-    points |= {point.name: point for one in known.sums for point in (one.total, *one.terms)}
+    model_sites = sites_of(key)
+    points = {site.point.name: site.point for site in model_sites.sites}
+    points |= {point.name: point for site_sum in model_sites.sums for point in (site_sum.total, *site_sum.terms)}
     return read(model_of(key), points.values(), **inputs_of(key, length))
 
 

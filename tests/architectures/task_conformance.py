@@ -127,7 +127,10 @@ def _agrees_with(stream: list[Tensor], states: tuple[Tensor, ...]) -> bool:
     if len(states) != len(stream):
         return False
     pairs = zip(stream[1:-1], states[1:-1], strict=True)
-    return all(ours.shape == theirs.shape and torch.equal(ours, theirs) for ours, theirs in pairs)
+    return all(
+        block_output.shape == hidden_state.shape and torch.equal(block_output, hidden_state)
+        for block_output, hidden_state in pairs
+    )
 
 
 def _returning(states: Tensor) -> Callable[..., Any]:
@@ -173,9 +176,9 @@ def lens(reference: RowReference) -> bool:
     entropies: list[Tensor] = []
     divergences: list[Tensor] = []
     for layer in range(1, len(reference.blocks) + 1):
-        ours = _log_probabilities(reference.tail(layer))
-        entropies.append(-(ours.exp() * ours).sum(-1).mean())
-        divergences.append((last.exp() * (last - ours)).sum(-1).mean())
+        log_probabilities = _log_probabilities(reference.tail(layer))
+        entropies.append(-(log_probabilities.exp() * log_probabilities).sum(-1).mean())
+        divergences.append((last.exp() * (last - log_probabilities)).sum(-1).mean())
     return close(result.entropy, torch.stack(entropies), 1e-3) and close(
         result.kl_to_final[:-1], torch.stack(divergences)[:-1], 1e-3
     )
@@ -187,13 +190,13 @@ def _log_probabilities(logits: list[Tensor]) -> Tensor:
 
 def shortened(reference: RowReference) -> bool:
     """`truncate`, saved and loaded again: the logits of the tail after the blocks that are kept."""
-    kept = len(reference.blocks) // 2
+    blocks = len(reference.blocks) // 2
     with tempfile.TemporaryDirectory() as folder:
-        lsim.truncate(reference.model, kept, save_to=folder)
+        lsim.truncate(reference.model, blocks, save_to=folder)
         again = type(reference.model).from_pretrained(folder, attn_implementation="eager").eval()
         with torch.no_grad():
             logits = [again(**{name: value[None] for name, value in row.items()}).logits for row in reference.rows]
-    expected = reference.tail(kept)
+    expected = reference.tail(blocks)
     return all(close(ours, theirs, 1e-3) for ours, theirs in zip(logits, expected, strict=True))
 
 
@@ -240,7 +243,8 @@ def _refused(model: Any, rows: list[dict[str, Tensor]]) -> bool:
 
 
 # The lines of docs/models.md between which the table is written.
-START, END = "<!-- the conformance run of other models writes from here -->", "<!-- other models end here -->"
+START = "<!-- the conformance run of other models writes from here -->"
+END = "<!-- other models end here -->"
 
 
 def table(outcomes: dict[str, dict[str, dict[str, tuple[str, str]]]]) -> list[str]:
@@ -249,12 +253,12 @@ def table(outcomes: dict[str, dict[str, dict[str, tuple[str, str]]]]) -> list[st
     refused = ["| models | capability | families that are refused |", "| --- " * 3 + "|"]
     for task, families in outcomes.items():
         for name in CAPABILITIES:
-            found = {family: own[name][0] for family, own in families.items() if name in own}
-            if not found:
+            by_family = {family: outcome_of[name][0] for family, outcome_of in families.items() if name in outcome_of}
+            if not by_family:
                 continue
-            counts = [list(found.values()).count(outcome) for outcome in ("right", "refused", "wrong", "raw")]
+            counts = [list(by_family.values()).count(outcome) for outcome in ("right", "refused", "wrong", "raw")]
             lines.append(f"| {task} | {name} | {' | '.join(map(str, counts))} |")
-            missing = [family for family, outcome in found.items() if outcome == "refused"]
+            missing = [family for family, outcome in by_family.items() if outcome == "refused"]
             if missing:
                 refused.append(f"| {task} | {name} | {', '.join(missing)} |")
     return [*lines, "", *refused]

@@ -24,7 +24,11 @@ TASKS = {
     "recognition of speech (CTC)": "MODEL_FOR_CTC_MAPPING",
     "recognition of speech (decoder)": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING",
 }
-CLASSES, IMAGE, BINS, FRAMES, SAMPLES = 5, 32, 16, 64, 400
+CLASSES = 5
+IMAGE = 32
+BINS = 16
+FRAMES = 64
+SAMPLES = 400
 MORE_SIZES: dict[str, Any] = {
     "dim": WIDTH,
     "hidden_dim": 2 * WIDTH,

@@ -61,10 +61,12 @@ def test_families_come_in_the_order_of_the_model():
     for at in (["mlp_out", "ln1", "attn_out"], ["attn_out", "mlp_out", "ln1"]):
         assert names("llama", at) == expected
     assert names("llama", ["ln_final", "resid_post"])[-1] == "ln_final.hook_normalized"
+
     [decoder] = [
         name for name in names("bart", ["attn_out", "cross_attn_out", "mlp_out"]) if "decoder.blocks.0.hook_cross" in name
     ]
     order = names("bart", ["mlp_out", "cross_attn_out", "attn_out"])
+
     assert order[order.index(decoder) - 1 : order.index(decoder) + 2] == [
         "decoder.blocks.0.hook_attn_out", "decoder.blocks.0.hook_cross_attn_out", "decoder.blocks.0.hook_mlp_out",
     ]  # fmt: skip
@@ -78,8 +80,8 @@ def test_a_site_that_is_selected_twice_is_read_once():
 
 def test_names_come_as_they_are_given_and_mix_with_families():
     at = ["blocks.1.attn.hook_z[3]", "ln_final", "model.layers.0.mlp.gate_proj", "resid_mid", "model.layers.1.mlp.act_fn.input"]
-    found = select("llama", at)
-    assert [point.name for point in found] == [
+    points = select("llama", at)
+    assert [point.name for point in points] == [
         "blocks.1.attn.hook_z[3]",
         "blocks.0.hook_resid_mid",
         "blocks.1.hook_resid_mid",
@@ -87,8 +89,8 @@ def test_names_come_as_they_are_given_and_mix_with_families():
         "model.layers.0.mlp.gate_proj",
         "model.layers.1.mlp.act_fn.input",
     ]
-    assert found[0].part == Part((4, -1), (3,))
-    assert (found[-1].module, found[-1].incoming) == ("model.layers.1.mlp.act_fn", True)
+    assert points[0].part == Part((4, -1), (3,))
+    assert (points[-1].module, points[-1].incoming) == ("model.layers.1.mlp.act_fn", True)
 
 
 def test_patterns_and_functions_choose_among_names():
@@ -116,8 +118,9 @@ def test_blocks_by_number(at, expected):
     model = tiny_llama(8)
     assert [point.name for point in find_points(model, find_stacks(model, None), at)] == expected
     assert block_numbers(expected, OUTPUTS, "at") == block_numbers(items_of(at), OUTPUTS, "at")
+
     tokens = random_tokens(4, 6)
-    by_number, by_name = (lsim.analyze(model, tokens, lsim.Cosine(), at=one)["cosine"] for one in (at, expected))
+    by_number, by_name = (lsim.analyze(model, tokens, lsim.Cosine(), at=blocks)["cosine"] for blocks in (at, expected))
     assert by_number.layers == tuple(expected)
     assert torch.equal(by_number.values, by_name.values)
 
@@ -138,16 +141,19 @@ def test_blocks_once_each():
 
 
 def test_blocks_by_numbers_of_numpy():
-    model, tokens = tiny_llama(), random_tokens(4, 8)
+    model = tiny_llama()
+    tokens = random_tokens(4, 8)
     assert items_of(np.array([1, -1])) == items_of([np.int64(1), np.int32(-1)]) == [1, -1]
     assert block_numbers(np.int64(1), ["a", "b"], "at") == (1,)
-    found = lsim.analyze(model, tokens, lsim.Cosine(), at=[np.int64(0), np.int64(1)])["cosine"]
-    assert found.layers == ("blocks.0.hook_resid_post", "blocks.1.hook_resid_post")
-    assert found.provenance.options["at"] == [0, 1]
-    one = np.int64(1)
-    assert lsim.stitch(model, model, tokens, at=(one, one), adapter="identity").layers == (OUTPUTS[1], OUTPUTS[1])
-    assert lsim.prompts.block_jacobians(model, tokens[0], layers=[one]).blocks == (OUTPUTS[1],)
-    assert lsim.EarlyExit(tiny_llama(4), at=one).at == (1,)
+
+    result = lsim.analyze(model, tokens, lsim.Cosine(), at=[np.int64(0), np.int64(1)])["cosine"]
+    assert result.layers == ("blocks.0.hook_resid_post", "blocks.1.hook_resid_post")
+    assert result.provenance.options["at"] == [0, 1]
+
+    number = np.int64(1)
+    assert lsim.stitch(model, model, tokens, at=(number, number), adapter="identity").layers == (OUTPUTS[1], OUTPUTS[1])
+    assert lsim.prompts.block_jacobians(model, tokens[0], layers=[number]).blocks == (OUTPUTS[1],)
+    assert lsim.EarlyExit(tiny_llama(4), at=number).at == (1,)
 
 
 def test_blocks_that_are_named_keep_their_numbers():
@@ -157,9 +163,12 @@ def test_blocks_that_are_named_keep_their_numbers():
     assert [point.name for point in find_points(model, blocks, "resid_post")] == [
         "blocks.1.hook_resid_pre", "blocks.1.hook_resid_post",
     ]  # fmt: skip
+
     opened = lsim.open_model(tiny_llama(4), layers=["model.layers.1", "model.layers.3"])
-    tokens, lens = random_tokens(4, 6), lsim.Cosine(center="none")
+    tokens = random_tokens(4, 6)
+    lens = lsim.Cosine(center="none")
     assert lsim.analyze(opened, tokens, lens, at=[3, -2])["cosine"].layers == (OUTPUTS[3], OUTPUTS[1])
+
     upper = lsim.open_model(opened.model, layers=["model.layers.2", "model.layers.3"])
     assert lsim.stitch(upper, upper, tokens, at=(2, -2), adapter="identity").layers == (OUTPUTS[2], OUTPUTS[2])
     assert lsim.prompts.block_jacobians(opened, tokens[0], layers=3).blocks == (OUTPUTS[3],)
@@ -192,7 +201,8 @@ class Own(torch.nn.Module):
 
 
 def test_an_unknown_architecture_has_its_blocks_and_its_modules():
-    model, blocks = Own(), ["part.0", "part.1"]
+    model = Own()
+    blocks = ["part.0", "part.1"]
     assert find_points(model, blocks, "resid_post") == (
         HookPoint("part.0.input", "part.0", True),
         HookPoint("part.0", "part.0"),
@@ -202,11 +212,13 @@ def test_an_unknown_architecture_has_its_blocks_and_its_modules():
     with pytest.raises(LayersimError, match=r"`at` is 'attn_out'.* Own .*resid_pre, resid_post"):
         find_points(model, blocks, "attn_out")
     assert stream_sums(model, blocks, ["resid_post"]) == ()
+
     # A known list of blocks of an unknown class.
     config = transformers.CohereConfig(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, vocab_size=99, pad_token_id=0
     )
     cohere = transformers.CohereModel(config)
+
     assert [p.name for p in find_points(cohere, find_stacks(cohere, None), "resid_post")] == [
         "blocks.0.hook_resid_pre", "blocks.0.hook_resid_post", "blocks.1.hook_resid_post",
     ]  # fmt: skip
@@ -261,9 +273,9 @@ def test_what_cannot_be_read_is_refused(key, at, options, message):
 
 def test_attention_and_mlp_may_read_one_norm():
     """GPT-J and Phi have one norm per block, which is `ln1` and `ln2`."""
-    found = select("gptj", ["ln1", "ln2"])
-    assert [point.name for point in found[:2]] == ["blocks.0.ln1.hook_normalized", "blocks.0.ln2.hook_normalized"]
-    assert found[0].module == found[1].module == "transformer.h.0.ln_1"
+    points = select("gptj", ["ln1", "ln2"])
+    assert [point.name for point in points[:2]] == ["blocks.0.ln1.hook_normalized", "blocks.0.ln2.hook_normalized"]
+    assert points[0].module == points[1].module == "transformer.h.0.ln_1"
 
 
 def test_heads_need_a_configuration():
@@ -271,9 +283,11 @@ def test_heads_need_a_configuration():
     outer.config = transformers.GPT2Config(n_embd=32, n_head=4)
     outer.h = torch.nn.ModuleList([transformers.models.gpt2.modeling_gpt2.GPT2Block(outer.config, 0)])
     assert len(find_points(outer, ["h.0"], "q", per_head=True)) == 4
+
     outer.config = {"n_head": 4}
     with pytest.raises(LayersimError, match="its blocks have none"):
         find_points(outer, ["h.0"], "q")
+
     [z] = find_points(outer, ["h.0"], "z")
     assert z.module == "h.0.attn.c_proj"
     with pytest.raises(LayersimError, match="number of heads"):

@@ -24,8 +24,8 @@ def test_a_family_that_no_table_names_is_right(family, capability):
 
 @pytest.mark.parametrize("family", ["gemma3n_text", "hrm_text"])
 def test_a_family_that_cannot_be_read_is_refused(family):
-    found = run([family], list(CAPABILITIES))[family]
-    assert {what for what, _ in found.values()} == {"refused"}
+    outcomes = run([family], list(CAPABILITIES))[family]
+    assert {what for what, _ in outcomes.values()} == {"refused"}
 
 
 def test_the_table_is_written_between_its_lines(tmp_path):
@@ -33,6 +33,7 @@ def test_the_table_is_written_between_its_lines(tmp_path):
     page.write_text(f"before\n{START}\nold\n{END}\nafter\n")
     write_page({"a": {"stream": ("right", "")}, "b": {"stream": ("refused", "why")}}, page)
     lines = page.read_text().splitlines()
+
     assert (lines[0], lines[-1]) == ("before", "after")
     assert "| stream | 1 | 1 | 0 | 0 |" in lines
     assert "| stream | b |" in lines

@@ -81,38 +81,41 @@ def measured(model, key: str, estimator: str = "exact", **options):
 @pytest.mark.parametrize("key", BLOCKS)
 def test_every_source_gives_the_answer_of_a_float64_oracle(key):
     rows = oracle_states(key)
-    cosine, cka = oracles.oracle_cosine(rows, center="none"), oracles.oracle_cka(rows, rows, exact=True, rows=ONE_ROW)
+    cosine = oracles.oracle_cosine(rows, center="none")
+    cka = oracles.oracle_cka(rows, rows, exact=True, rows=ONE_ROW)
     first = None
     for name, (wrap, options) in SOURCES.items():
         if name == "NNsight remote=local" and key not in SIMULATED:
             continue
-        found = measured(wrap(copy.deepcopy(model_of(key))), key, **options)
-        np.testing.assert_allclose(found["cosine"].values, cosine["values"], atol=1e-5)
-        np.testing.assert_allclose(found["cosine"].norm_ratio, cosine["norm_ratio"], rtol=1e-4)
-        np.testing.assert_allclose(found["cka"].values, cka["values"], atol=1e-5)
-        first = first or found
-        assert found["cka"].layers == first["cka"].layers
-        assert found["cka"].provenance.tokens == sum(row.shape[1] for row in rows)
+        report = measured(wrap(copy.deepcopy(model_of(key))), key, **options)
+        np.testing.assert_allclose(report["cosine"].values, cosine["values"], atol=1e-5)
+        np.testing.assert_allclose(report["cosine"].norm_ratio, cosine["norm_ratio"], rtol=1e-4)
+        np.testing.assert_allclose(report["cka"].values, cka["values"], atol=1e-5)
+        first = first or report
+        assert report["cka"].layers == first["cka"].layers
+        assert report["cka"].provenance.tokens == sum(row.shape[1] for row in rows)
 
 
 @pytest.mark.light("t5", "clip vision projected")
 @pytest.mark.parametrize("key", [*SIMULATED, "modernbert classes", "swin classes", "clip vision projected", "bart"])
 def test_a_loop_of_ones_own_gives_this_answer_too(key):
-    model, expected = model_of(key), measured(model_of(key), key, "minibatch")
+    model = model_of(key)
+    expected = measured(model_of(key), key, "minibatch")
     analyzers = [lsim.Cosine(center="none"), lsim.CKA()]
     with torch.no_grad(), lsim.attach(model, analyzers, positions="all") as probe:
         for part in (slice(0, 4), slice(4, None)):
             model(**{name: values[part] for name, values in CASES[key].data().items()})
-    found = probe.results()
+    report = probe.results()
+
     for name in ("cosine", "cka"):
-        np.testing.assert_allclose(found[name].values, expected[name].values, atol=1e-6)
-        assert found[name].layers == expected[name].layers
+        np.testing.assert_allclose(report[name].values, expected[name].values, atol=1e-6)
+        assert report[name].layers == expected[name].layers
 
 
 @pytest.mark.light("vit classes")
 @pytest.mark.parametrize("key", BRIDGED)
 def test_a_bridge_gives_this_answer_too(key):
     expected = measured(model_of(key), key)
-    found = measured(bridge(copy.deepcopy(model_of(key))), key)
+    report = measured(bridge(copy.deepcopy(model_of(key))), key)
     for name in ("cosine", "cka"):
-        np.testing.assert_allclose(found[name].values, expected[name].values, atol=1e-5)
+        np.testing.assert_allclose(report[name].values, expected[name].values, atol=1e-5)

@@ -29,9 +29,9 @@ def reads_tokens(parts) -> bool:
 every_stack = pytest.mark.parametrize("parts", STACKS, ids=name_of)
 
 
-def close(found: torch.Tensor, expected: torch.Tensor, rtol: float = 1e-9) -> None:
-    assert found.shape == expected.shape
-    assert (found - expected).norm() <= rtol * expected.norm(), float((found - expected).norm() / expected.norm())
+def close(values: torch.Tensor, expected: torch.Tensor, rtol: float = 1e-9) -> None:
+    assert values.shape == expected.shape
+    assert (values - expected).norm() <= rtol * expected.norm(), float((values - expected).norm() / expected.norm())
 
 
 def matrix(module: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,7 +43,10 @@ def matrix(module: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
 
 def rows_of(parts, family: str, head: int) -> list[int]:
     """Rows of a projection that give one head, counted out by hand."""
-    number, heads, keys, size = "qkv".index(family), parts.heads, parts.key_heads, 32 // parts.heads
+    number = "qkv".index(family)
+    heads = parts.heads
+    keys = parts.key_heads
+    size = 32 // parts.heads
     group = heads // keys
     if parts.fused == "qkv heads":
         start = number * heads + head
@@ -63,7 +66,8 @@ def norm_by_formula(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     if kind == "Identity":
         # Attention in block 0 of a ModernBERT reads the normed embeddings as they are.
         return x
-    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    weight = getattr(module, "weight", None)
+    bias = getattr(module, "bias", None)
     eps = (
         next(getattr(module, name) for name in ("eps", "variance_epsilon") if hasattr(module, name))
         if kind != ("OlmoLayerNorm")
@@ -118,10 +122,11 @@ def mid_stream(parts, number: int) -> torch.Tensor:
 )
 @every_stack
 def test_a_stack_has_its_families_and_no_others(parts):
-    found = {site.family for site in sites_of(parts.model).sites if site.point.name.startswith(parts.prefix)}
+    families = {site.family for site in sites_of(parts.model).sites if site.point.name.startswith(parts.prefix)}
     cross = set() if parts.prefix == "decoder." else CROSS
     # All of these stacks have attention.
-    assert found == set(SITE_NAMES) - parts.without - cross - {"mixer_out"}
+    assert families == set(SITE_NAMES) - parts.without - cross - {"mixer_out"}
+
     if parts.final:
         [point] = [s.point for s in sites_of(parts.model).sites if s.point.name == f"{parts.prefix}ln_final.hook_normalized"]
         assert (point.module, point.incoming, point.part) == (parts.final, False, None)
@@ -133,30 +138,30 @@ def test_a_stack_has_its_families_and_no_others(parts):
 def test_streams_enter_and_leave_the_blocks(parts):
     for number in BLOCKS:
         block = parts.block(number)
-        seen = {}
+        stream = {}
         hooks = [
             block.register_forward_pre_hook(
-                lambda _m, args, kwargs, seen=seen: seen.update(a=(*args, *kwargs.values())[0]), with_kwargs=True
+                lambda _m, args, kwargs, stream=stream: stream.update(a=(*args, *kwargs.values())[0]), with_kwargs=True
             ),
             block.register_forward_hook(
-                lambda _m, _a, out, seen=seen: seen.update(b=out if isinstance(out, torch.Tensor) else out[0])
+                lambda _m, _a, out, stream=stream: stream.update(b=out if isinstance(out, torch.Tensor) else out[0])
             ),
         ]
         with torch.no_grad():
             model_of(parts.model)(**inputs_of(parts.model))
         for hook in hooks:
             hook.remove()
-        close(parts.values("resid_pre", number), seen["a"], 0)
-        close(parts.values("resid_post", number), seen["b"], 0)
+        close(parts.values("resid_pre", number), stream["a"], 0)
+        close(parts.values("resid_post", number), stream["b"], 0)
 
 
 @pytest.mark.parametrize("key", MODELS)
 def test_identities_hold(key):
-    found = values_of(key)
+    values = values_of(key)
     sums = sites_of(key).sums
     assert len(sums) == sum(_sums(parts) for parts in STACKS if parts.model == key)
-    for one in sums:
-        close(found[one.total.name], sum(found[term.name] for term in one.terms), rtol=1e-12)
+    for site_sum in sums:
+        close(values[site_sum.total.name], sum(values[term.name] for term in site_sum.terms), rtol=1e-12)
 
 
 def _sums(parts) -> int:
@@ -249,15 +254,17 @@ def test_heads_divide_their_family(key):
     blocks = find_stacks(model, None)
     has = [family for family in "qkvz" if family in {site.family for site in sites_of(key).sites}]
     points = find_points(model, blocks, has, per_head=True)
-    found = read(model, points, **inputs_of(key))
-    assert len(found) == len(points)
+    values = read(model, points, **inputs_of(key))
+
+    assert len(values) == len(points)
+
     for parts in STACKS:
         for family in set("qkvz") - parts.without if parts.model == key else ():
             count = parts.key_heads if family in "kv" else parts.heads
             for number in BLOCKS:
                 name = f"{parts.prefix}blocks.{number}.{SITE_NAMES[family]}"
-                heads = [found[f"{name}[{head}]"] for head in range(count)]
-                assert f"{name}[{count}]" not in found
+                heads = [values[f"{name}[{head}]"] for head in range(count)]
+                assert f"{name}[{count}]" not in values
                 close(torch.cat(heads, -1), values_of(key)[name], 0)
 
 
@@ -265,11 +272,15 @@ def test_sums_are_those_of_the_families_asked_for():
     model = model_of("llama")
     blocks = find_stacks(model, None)
     assert stream_sums(model, blocks, ["z", "ln1", "mlp_post", "ln_final"]) == ()
+
     [first, second] = stream_sums(model, blocks, ["attn_out"])
     assert first.total.name == "blocks.0.hook_resid_mid"
     assert [term.name for term in second.terms] == ["blocks.1.hook_resid_pre", "blocks.1.hook_attn_out"]
-    assert [one.total.name for one in stream_sums(model, blocks, ["blocks.1.hook_mlp_out"])] == ["blocks.1.hook_resid_post"]
+    assert [site_sum.total.name for site_sum in stream_sums(model, blocks, ["blocks.1.hook_mlp_out"])] == [
+        "blocks.1.hook_resid_post"
+    ]
     assert len(stream_sums(model, blocks, ["resid_mid"])) == 4
+
     [bert, *_] = stream_sums(model_of("bert"), find_stacks(model_of("bert"), None), ["attn_out"])
     assert (bert.total.module, bert.total.incoming) == ("bert.encoder.layer.0.attention.output.LayerNorm", True)
 

@@ -32,22 +32,23 @@ def model_input(key: str) -> torch.Tensor:
 
 
 def assert_same_sites(model, key: str, absent: frozenset[str] = frozenset()) -> None:
-    known = site_map(model, anatomy_of(model))
+    expected_sites = site_map(model, anatomy_of(model))
     expected = [site for site in sites_of(key).sites if site.family not in absent]
-    assert [(s.point.name, s.family, s.block, len(s.heads)) for s in known.sites] == [
+    assert [(s.point.name, s.family, s.block, len(s.heads)) for s in expected_sites.sites] == [
         (s.point.name, s.family, s.block, len(s.heads)) for s in expected
     ]
-    sums = {point.name: point for one in known.sums for point in (one.total, *one.terms)}
-    found = read(model, {s.point.name: s.point for s in known.sites}.values(), model_input(key))
-    found |= read(model, sums.values(), model_input(key))
+    sums = {point.name: point for site_sum in expected_sites.sums for point in (site_sum.total, *site_sum.terms)}
+    values = read(model, {s.point.name: s.point for s in expected_sites.sites}.values(), model_input(key))
+    values |= read(model, sums.values(), model_input(key))
     for site in expected:
-        here, there = found[site.point.name], values_of(key)[site.point.name]
+        here = values[site.point.name]
+        there = values_of(key)[site.point.name]
         assert here.shape == there.shape, site
         assert (here - there).norm() <= ROUNDING * there.norm(), site
-    assert len(known.sums) == len(sites_of(key).sums)
-    for one in known.sums:
-        gap = found[one.total.name] - sum(found[term.name] for term in one.terms)
-        assert gap.norm() <= 1e-12 * found[one.total.name].norm(), one
+    assert len(expected_sites.sums) == len(sites_of(key).sums)
+    for site_sum in expected_sites.sums:
+        gap = values[site_sum.total.name] - sum(values[term.name] for term in site_sum.terms)
+        assert gap.norm() <= 1e-12 * values[site_sum.total.name].norm(), site_sum
 
 
 @pytest.mark.light("llama", "gemma2", "gpt2", "neox", "bert")
@@ -65,13 +66,16 @@ def test_a_hooked_transformer_has_the_sites_of_the_model(key):
 def test_heads_of_transformer_lens_are_heads_of_the_model(make):
     model = make("llama")
     points = find_points(model, [], ["q", "k", "z"], per_head=True)
-    found = read(model, points, model_input("llama"))
-    assert [name for name in found if name.startswith("blocks.1.attn.hook_k")] == [f"blocks.1.attn.hook_k[{i}]" for i in (0, 1)]
+    values = read(model, points, model_input("llama"))
+
+    assert [name for name in values if name.startswith("blocks.1.attn.hook_k")] == [
+        f"blocks.1.attn.hook_k[{i}]" for i in (0, 1)
+    ]
     for family, count in (("q", 4), ("k", 2), ("z", 4)):
         name = f"blocks.1.attn.hook_{family}"
         whole = values_of("llama")[name].unflatten(-1, (count, -1))
         for head in range(count):
-            assert (found[f"{name}[{head}]"] - whole[..., head, :]).norm() <= ROUNDING * whole.norm()
+            assert (values[f"{name}[{head}]"] - whole[..., head, :]).norm() <= ROUNDING * whole.norm()
 
 
 @pytest.mark.parametrize("make", [bridge, hooked], ids=["bridge", "HookedTransformer"])
@@ -84,6 +88,7 @@ def test_any_hook_point_can_be_named_and_any_alias(make):
     assert [p.name for p in find_points(model, [], "blocks.*.attn.hook_rot_k")] == [
         f"blocks.{i}.attn.hook_rot_k" for i in (0, 1)
     ]
+
     # Names of sites come first: other hook points are searched where no site matches.
     chosen = find_points(model, [], lambda name: name.endswith("hook_z"))
     assert [point.name for point in chosen] == ["blocks.0.attn.hook_z", "blocks.1.attn.hook_z"]
@@ -105,6 +110,7 @@ def test_a_name_that_means_another_tensor_is_refused(make):
     for at in (["blocks.0.ln1.hook_normalized"], "blocks.*.ln2.hook_normalized", lambda name: "ln_final.hook_norm" in name):
         with pytest.raises(LayersimError, match=r"`at` is .*norm.*(TransformerBridge|HookedTransformer).*'ln"):
             find_points(model, [], at)
+
     # The norm without its weights is not what attention reads.
     [family] = find_points(model, [], "ln_final")
     assert model.get_submodule(family.module) is not model.hook_dict["ln_final.hook_normalized"]
@@ -115,6 +121,7 @@ def test_a_bert_bridge_refuses_names_that_mean_other_tensors():
     for name in ("blocks.0.hook_resid_mid", "blocks.0.hook_attn_out"):
         with pytest.raises(LayersimError, match=f"`at` is '{name}'.*at='{name.partition('hook_')[2]}'"):
             find_points(model, [], [name])
+
     [first, second] = stream_sums(model, [], ["blocks.1.hook_attn_out", "blocks.1.hook_mlp_out"])
     assert [term.name for term in first.terms] == ["blocks.1.hook_resid_pre", "blocks.1.hook_attn_out"]
     assert [term.name for term in second.terms] == ["blocks.1.hook_resid_mid", "blocks.1.hook_mlp_out"]
@@ -139,11 +146,13 @@ def test_folded_norms_have_no_weights_left():
     """In compatibility mode the output of a norm is normalized, and the projections hold its weights."""
     model = bridge_of(model_of("gpt2"))
     model.enable_compatibility_mode()
-    found = read(model, find_points(model, [], ["ln1", "q"]), model_input("gpt2"))
-    normed = found["blocks.1.ln1.hook_normalized"]
+    values = read(model, find_points(model, [], ["ln1", "q"]), model_input("gpt2"))
+    normed = values["blocks.1.ln1.hook_normalized"]
+
     torch.testing.assert_close(normed.var(-1, unbiased=False), torch.ones(2, 7, dtype=torch.float64), atol=1e-3, rtol=0)
+
     expected = torch.einsum("bpd,hde->bphe", normed, model.W_Q[1]) + model.b_Q[1]
-    torch.testing.assert_close(found["blocks.1.attn.hook_q"], expected.flatten(2).detach(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(values["blocks.1.attn.hook_q"], expected.flatten(2).detach(), atol=1e-5, rtol=0)
 
 
 def test_a_hooked_transformer_of_attention_alone_has_no_mlp():
@@ -164,10 +173,10 @@ def test_a_hooked_transformer_of_attention_alone_has_no_mlp():
     model = tl.HookedTransformer(tl.HookedTransformerConfig(**config, normalization_type="LNPre"))
     with pytest.raises(LayersimError, match="blocks have no MLP"):
         find_points(model, [], "mlp_out")
-    [one] = stream_sums(model, [], ["attn_out"])
-    assert (one.total.name, len(one.terms)) == ("blocks.0.hook_resid_post", 2)
+    [site_sum] = stream_sums(model, [], ["attn_out"])
+    assert (site_sum.total.name, len(site_sum.terms)) == ("blocks.0.hook_resid_post", 2)
     # The norm runs for queries, keys and values each; attention, which reads its output, runs once.
     [point] = find_points(model, [], "blocks.0.ln1.hook_normalized")
     assert (point.module, point.incoming) == ("blocks.0.attn", True)
-    found = lsim.analyze(model, torch.arange(16).view(2, 8), lsim.CKA(unit="token"), at="ln1")["cka"]
-    assert found.layers == ("blocks.0.ln1.hook_normalized",)
+    result = lsim.analyze(model, torch.arange(16).view(2, 8), lsim.CKA(unit="token"), at="ln1")["cka"]
+    assert result.layers == ("blocks.0.ln1.hook_normalized",)

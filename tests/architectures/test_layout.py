@@ -41,9 +41,11 @@ def test_known_layouts_are_read_after_each_block(family, data):
         handle.remove()
         states.append(torch.stack([*[h[0] for h in hidden[:3]], last[0][0]]).double().numpy())
     expected = oracles.oracle_cosine(states)
-    found = lsim.analyze(model, data, "cosine")["cosine"]
-    np.testing.assert_allclose(found.values, expected["values"], atol=2e-6)
-    np.testing.assert_allclose(found.norm_ratio, expected["norm_ratio"], rtol=1e-4)
+
+    result = lsim.analyze(model, data, "cosine")["cosine"]
+
+    np.testing.assert_allclose(result.values, expected["values"], atol=2e-6)
+    np.testing.assert_allclose(result.norm_ratio, expected["norm_ratio"], rtol=1e-4)
 
 
 @pytest.mark.light("MPNet")
@@ -51,9 +53,9 @@ def test_known_layouts_are_read_after_each_block(family, data):
 @pytest.mark.parametrize("family", ["Gemma3", "MPNet"])
 def test_nnsight_reads_known_layouts_too(family, data):
     expected = run(build(family), data)
-    found = run(nnsight(build(family)), data)
+    report = run(nnsight(build(family)), data)
     for name in ANALYZERS:
-        np.testing.assert_allclose(found[name].values, expected[name].values, atol=1e-6, rtol=1e-6)
+        np.testing.assert_allclose(report[name].values, expected[name].values, atol=1e-6, rtol=1e-6)
 
 
 def test_post_norm_models_say_so(data):
@@ -86,6 +88,7 @@ def test_what_cannot_be_read_is_refused_with_what_can():
     t5 = transformers.T5ForConditionalGeneration(
         transformers.T5Config(d_model=16, num_layers=1, num_heads=2, d_ff=16, vocab_size=100, d_kv=8)
     )
+
     with pytest.raises(lsim.LayersimError, match=r"`data`.*decoder_input_ids.*encoder\.resid_post"):
         lsim.analyze(t5, random_tokens(), "cka")
     with pytest.raises(lsim.LayersimError, match=r"`model` is .*HookedTransformer.*from_pretrained"):

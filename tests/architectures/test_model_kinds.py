@@ -55,16 +55,16 @@ def attached(model, layers, **inputs):
 
 
 def naive(model, paths, call) -> torch.Tensor:
-    seen = []
+    stream = []
     blocks = [model.get_submodule(path) for path in paths]
     first = lambda x: x[0] if isinstance(x, tuple) else x  # noqa: E731
-    handles = [blocks[0].register_forward_pre_hook(lambda _m, a, k: seen.append((*a, *k.values())[0]), with_kwargs=True)]
-    handles += [block.register_forward_hook(lambda _m, _a, out: seen.append(first(out))) for block in blocks]
+    handles = [blocks[0].register_forward_pre_hook(lambda _m, a, k: stream.append((*a, *k.values())[0]), with_kwargs=True)]
+    handles += [block.register_forward_hook(lambda _m, _a, out: stream.append(first(out))) for block in blocks]
     with torch.no_grad():
         call(model)
     for handle in handles:
         handle.remove()
-    unit = [torch.nn.functional.normalize(x.double().flatten(0, -2), dim=-1) for x in seen]
+    unit = [torch.nn.functional.normalize(x.double().flatten(0, -2), dim=-1) for x in stream]
     return torch.stack([torch.stack([(a * b).sum(-1).mean() for b in unit]) for a in unit])
 
 
@@ -86,35 +86,43 @@ def test_a_model_of_images_given_tokens_says_what_it_reads(make):
 def test_a_stack_of_a_model_of_images_is_read_where_the_user_runs_it(make, layers):
     torch.manual_seed(0)
     model = make()
-    found = attached(model, layers, pixel_values=PIXELS)
+    result = attached(model, layers, pixel_values=PIXELS)
     named = ("encoder.blocks.0.hook_resid_pre", "encoder.blocks.0.hook_resid_post", "encoder.blocks.1.hook_resid_post")
-    assert found.layers == (named if make is detr else tuple(name.replace("encoder", "stages.0", 1) for name in named))
-    torch.testing.assert_close(found.values, naive(model, layers, lambda m: m(pixel_values=PIXELS)), atol=1e-6, rtol=0)
+
+    assert result.layers == (named if make is detr else tuple(name.replace("encoder", "stages.0", 1) for name in named))
+    torch.testing.assert_close(result.values, naive(model, layers, lambda m: m(pixel_values=PIXELS)), atol=1e-6, rtol=0)
 
 
 def test_a_tower_of_clip_is_a_model_of_its_own():
-    both, tokens = clip(), random_tokens(4, 12)
-    found = lsim.analyze(both.text_model, tokens, lsim.Cosine(center="none"))["cosine"]
+    towers = clip()
+    tokens = random_tokens(4, 12)
+    result = lsim.analyze(towers.text_model, tokens, lsim.Cosine(center="none"))["cosine"]
     paths = [f"encoder.layers.{i}" for i in range(2)]
-    torch.testing.assert_close(found.values, naive(both.text_model, paths, lambda m: m(tokens)), atol=1e-6, rtol=0)
+
+    torch.testing.assert_close(result.values, naive(towers.text_model, paths, lambda m: m(tokens)), atol=1e-6, rtol=0)
+
     torch.manual_seed(1)
-    other = hf.CLIPTextModel(both.config.text_config).eval()
-    same = lsim.compare(both.text_model, both.text_model, tokens, lsim.CKA(minibatch=24)).values.diagonal()
-    assert bool((same > 0.9999).all())
-    assert bool(lsim.compare(both.text_model, other, tokens, lsim.CKA(minibatch=24)).values[-1, -1] < 0.9)
+    untrained_tower = hf.CLIPTextModel(towers.config.text_config).eval()
+    similarity_to_itself = lsim.compare(towers.text_model, towers.text_model, tokens, lsim.CKA(minibatch=24)).values.diagonal()
+    assert bool((similarity_to_itself > 0.9999).all())
+    assert bool(lsim.compare(towers.text_model, untrained_tower, tokens, lsim.CKA(minibatch=24)).values[-1, -1] < 0.9)
 
 
 def test_a_model_that_needs_more_than_tokens_names_its_parts():
-    both, layers = clip(), [f"text_model.encoder.layers.{i}" for i in range(2)]
+    towers = clip()
+    layers = [f"text_model.encoder.layers.{i}" for i in range(2)]
     with pytest.raises(
         lsim.LayersimError, match=r"CLIPModel fails on this data(.|\n)*model\.text_model or model\.vision_model"
     ):
-        lsim.analyze(lsim.open_model(both, layers=layers), random_tokens(), "cosine")
+        lsim.analyze(lsim.open_model(towers, layers=layers), random_tokens(), "cosine")
     with pytest.raises(lsim.LayersimError, match=r"CLIPModel .*\(input_ids, pixel"):
-        lsim.compare(lsim.open_model(both, layers=layers), lsim.open_model(both, layers=layers), random_tokens(), lsim.CKA())
+        lsim.compare(
+            lsim.open_model(towers, layers=layers), lsim.open_model(towers, layers=layers), random_tokens(), lsim.CKA()
+        )
+
     tokens = random_tokens(2, 12)
-    inside = attached(both, layers, input_ids=tokens, pixel_values=PIXELS)
-    alone = attached(both.text_model, None, input_ids=tokens)
+    inside = attached(towers, layers, input_ids=tokens, pixel_values=PIXELS)
+    alone = attached(towers.text_model, None, input_ids=tokens)
     torch.testing.assert_close(inside.values, alone.values)
 
 
@@ -123,12 +131,14 @@ def test_the_decoder_of_an_encoder_decoder_is_refused_and_its_encoder_read(wrap)
     tokens = random_tokens()
     with pytest.raises(lsim.LayersimError, match=r"`data`.*decoder_input_ids"):
         lsim.analyze(lsim.open_model(wrap(t5()), layers=["decoder.block.0", "decoder.block.1"]), tokens, "cosine")
+
     paths = ["encoder.block.0", "encoder.block.1"]
-    found = lsim.analyze(lsim.open_model(wrap(t5()), layers=paths), tokens, [lsim.Cosine(center="none"), lsim.Trajectory()])[
+    result = lsim.analyze(lsim.open_model(wrap(t5()), layers=paths), tokens, [lsim.Cosine(center="none"), lsim.Trajectory()])[
         "cosine"
     ]
     expected = naive(t5(), paths, lambda m: m(input_ids=tokens, decoder_input_ids=tokens))
-    torch.testing.assert_close(found.values, expected, atol=1e-6, rtol=0)
+
+    torch.testing.assert_close(result.values, expected, atol=1e-6, rtol=0)
 
 
 def test_a_model_without_weights_is_refused():
@@ -151,6 +161,7 @@ def test_a_folder_of_this_machine_is_not_sent_to_a_server(tmp_path):
     demo.save_pretrained(tmp_path / "mine")
     demo.tokenizer.save_pretrained(tmp_path / "mine")
     model = nnsight.TransformersModel(str(tmp_path / "mine"), task="text-generation", tokenizer=demo.tokenizer)
+
     for remote in (True, "http://127.0.0.1:9"):
         with pytest.raises(lsim.LayersimError, match=r"`model`.*/mine'.*'org/mine'"):
             lsim.analyze(lsim.open_model(model, remote=remote), lsim.demo_text()[:1], "cosine")
@@ -205,8 +216,10 @@ def test_blocks_that_pass_on_other_axes_are_refused(model, layers, analyzer, nam
 
 
 def test_a_site_of_tokens_with_other_axes_is_not_taken_for_one_of_images():
-    module, tokens = encoder(True), torch.randint(10, 100, (4, 6))
+    module = encoder(True)
+    tokens = torch.randint(10, 100, (4, 6))
     module[1].layers[0].register_forward_hook(lambda _module, _args, output: output.transpose(0, 1))
     module[1].layers[1].register_forward_pre_hook(lambda _module, args: (args[0].transpose(0, 1),))
+
     with pytest.raises(lsim.LayersimError, match=r"1\.layers\.0.* 6 x \d x 16\b.* \d x 6\b"):
         lsim.analyze(module, tokens, [lsim.Cosine()], at=["1.layers.0"])

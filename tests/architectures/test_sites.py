@@ -64,23 +64,26 @@ def naive_cosine(values: list[torch.Tensor]) -> torch.Tensor:
 
 @pytest.mark.parametrize("wrap", [lambda m: m, wrapped], ids=["module", "nnsight"])
 def test_mlps_are_called_by_their_paths_and_no_residual_stream(wrap):
-    model, tokens = tiny_llama(), random_tokens()
-    seen: list[torch.Tensor] = []
+    model = tiny_llama()
+    tokens = random_tokens()
+    stream: list[torch.Tensor] = []
     mlps = [model.get_submodule(path) for path in MLPS]
-    handles = [mlps[0].register_forward_pre_hook(lambda _m, a: seen.append(a[0]))]
-    handles += [m.register_forward_hook(lambda _m, _a, o: seen.append(o)) for m in mlps]
+    handles = [mlps[0].register_forward_pre_hook(lambda _m, a: stream.append(a[0]))]
+    handles += [m.register_forward_hook(lambda _m, _a, o: stream.append(o)) for m in mlps]
     with torch.no_grad():
         model(tokens)
     for handle in handles:
         handle.remove()
-    found = lsim.analyze(lsim.open_model(wrap(model), layers=MLPS), tokens, lsim.Cosine(center="none"))["cosine"]
-    assert found.layers == ("model.layers.0.mlp.input", *MLPS)
-    assert "before the final norm" not in found.provenance.basis
-    assert "modules" in found.provenance.basis
-    torch.testing.assert_close(found.values, naive_cosine(seen), atol=1e-6, rtol=0)
+    result = lsim.analyze(lsim.open_model(wrap(model), layers=MLPS), tokens, lsim.Cosine(center="none"))["cosine"]
+
+    assert result.layers == ("model.layers.0.mlp.input", *MLPS)
+    assert "before the final norm" not in result.provenance.basis
+    assert "modules" in result.provenance.basis
+    torch.testing.assert_close(result.values, naive_cosine(stream), atol=1e-6, rtol=0)
     # What a block adds, of modules that are no blocks.
-    assert found.norm_ratio.isnan().all()
-    figure = found.plot()
+    assert result.norm_ratio.isnan().all()
+
+    figure = result.plot()
     assert figure.layout.xaxis.title.text == "After module"
     assert list(figure.layout.xaxis.ticktext) == ["into 0.mlp", "0.mlp", "1.mlp", "2.mlp"]
 
@@ -122,7 +125,8 @@ def test_every_analyzer_that_needs_blocks_refuses_mlps_and_some_blocks(name):
 
 
 def test_some_blocks_keep_their_own_numbers():
-    model, tokens = tiny_gpt2(), random_tokens()
+    model = tiny_gpt2()
+    tokens = random_tokens()
     whole = lsim.analyze(model, tokens, [lsim.Cosine(center="none"), lsim.LogitLens(), lsim.Trajectory()])
     some = lsim.analyze(
         lsim.open_model(model, layers=["transformer.h.0", "transformer.h.2"]),
@@ -130,18 +134,22 @@ def test_some_blocks_keep_their_own_numbers():
         [lsim.Cosine(center="none"), lsim.LogitLens()],
     )
     names = ("blocks.0.hook_resid_pre", "blocks.0.hook_resid_post", "blocks.2.hook_resid_post")
+
     assert some["cosine"].layers == names
-    kept = [whole["cosine"].layers.index(name) for name in names]
-    torch.testing.assert_close(some["cosine"].values, whole["cosine"].values[kept][:, kept])
+
+    rows = [whole["cosine"].layers.index(name) for name in names]
+    torch.testing.assert_close(some["cosine"].values, whole["cosine"].values[rows][:, rows])
     # Between the two sites stand two blocks, and no ratio of either.
     assert some["cosine"].norm_ratio.isnan().tolist() == [False, True]
     torch.testing.assert_close(some["cosine"].norm_ratio[0], whole["cosine"].norm_ratio[0])
     torch.testing.assert_close(some["logit_lens"].cross_entropy, whole["logit_lens"].cross_entropy[[0, 2]])
+
     late = lsim.analyze(
         lsim.open_model(model, layers=["transformer.h.1", "transformer.h.2"]),
         tokens,
         [lsim.Cosine(center="none"), lsim.Trajectory()],
     )
+
     assert late["cosine"].layers == ("blocks.1.hook_resid_pre", "blocks.1.hook_resid_post", "blocks.2.hook_resid_post")
     assert late["cosine"].norm_ratio.isfinite().all()
     torch.testing.assert_close(late["trajectory"].norm[..., -1], whole["trajectory"].norm[..., -1])
@@ -157,14 +165,17 @@ def test_blocks_out_of_order_or_twice_are_refused_before_anything_runs():
 
 @pytest.mark.parametrize("wrap", [lambda m: m, wrapped], ids=["module", "nnsight"])
 def test_blocks_of_an_unknown_architecture_are_known_by_what_they_hand_on(wrap):
-    tokens, model = random_tokens(), Own()
+    tokens = random_tokens()
+    model = Own()
     asked = [lsim.Cosine(center="none"), lsim.LogitLens(), lsim.Trajectory(), lsim.BlockCoupling(k=2)]
-    found = called(lsim.analyze, wrap(model), tokens, asked, layers=PARTS, **HEAD)
-    assert found["logit_lens"].layers == ("part.0.input", *PARTS)
-    assert found["cosine"].norm_ratio.isfinite().all()
+    report = called(lsim.analyze, wrap(model), tokens, asked, layers=PARTS, **HEAD)
+
+    assert report["logit_lens"].layers == ("part.0.input", *PARTS)
+    assert report["cosine"].norm_ratio.isfinite().all()
+
     logits = model(tokens)[:, :-1].flatten(0, 1)
     expected = torch.nn.functional.cross_entropy(logits.double(), tokens[:, 1:].flatten())
-    torch.testing.assert_close(found["logit_lens"].cross_entropy[-1], expected.detach(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(report["logit_lens"].cross_entropy[-1], expected.detach(), atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("wrap", [lambda m: m, wrapped], ids=["module", "nnsight"])
@@ -172,9 +183,9 @@ def test_blocks_of_an_unknown_architecture_are_known_by_what_they_hand_on(wrap):
 def test_modules_of_an_unknown_architecture_that_hand_nothing_on_are_refused(wrap, name):
     with pytest.raises(lsim.LayersimError, match="needs the residual stream"):
         called(lsim.analyze, wrap(Own(outside=True)), random_tokens(), NEEDS_BLOCKS[name](), layers=PARTS, **HEAD)
-    found = lsim.analyze(lsim.open_model(wrap(Own(outside=True)), layers=PARTS), random_tokens(), "cosine")["cosine"]
-    assert found.layers == ("part.0.input", *PARTS)
-    assert found.norm_ratio.isnan().all()
+    result = lsim.analyze(lsim.open_model(wrap(Own(outside=True)), layers=PARTS), random_tokens(), "cosine")["cosine"]
+    assert result.layers == ("part.0.input", *PARTS)
+    assert result.norm_ratio.isnan().all()
 
 
 def test_a_list_called_layers_that_holds_no_blocks_is_not_taken_for_blocks():
@@ -184,6 +195,7 @@ def test_a_list_called_layers_that_holds_no_blocks_is_not_taken_for_blocks():
         lsim.LayersimError, match=r"layers of Own are not known(.|\n)*layers\.1 does not take the output of the module before"
     ):
         lsim.analyze(Own("layers", outside=True), random_tokens(), "cosine")
+
     named = lsim.analyze(
         lsim.open_model(Own("layers", outside=True), layers=["layers.0", "layers.1"]), random_tokens(), "cosine"
     )["cosine"]
@@ -196,12 +208,15 @@ def test_attach_learns_from_the_first_forward_pass_what_the_modules_hand_on():
     with lsim.attach(lsim.open_model(model, layers=PARTS), lsim.Trajectory()) as probe:
         model(tokens)
     alone = lsim.analyze(lsim.open_model(Own(), layers=PARTS), tokens, "trajectory")["trajectory"]
+
     torch.testing.assert_close(probe.results()["trajectory"].values, alone.values)
+
     broken = Own(outside=True)
     with lsim.attach(lsim.open_model(broken, layers=PARTS), lsim.Trajectory()) as probe:
         broken(tokens)
     with pytest.raises(lsim.LayersimError, match="needs the residual stream"):
         probe.results()
+
     with lsim.attach(lsim.open_model(broken, layers=PARTS), lsim.Cosine(center="none")) as probe:
         broken(tokens)
     assert probe.results()["cosine"].layers == ("part.0.input", *PARTS)
@@ -221,6 +236,7 @@ def test_stitching_and_training_of_an_unknown_architecture_look_before_they_star
     good = lsim.stitch(
         lsim.open_model(Own(), layers=PARTS), lsim.open_model(Own(), layers=PARTS), tokens, at=("part.0", 0), adapter="identity"
     )
+
     assert abs(good.penalty) < 1e-6
     with pytest.raises(lsim.LayersimError, match="Stitching needs the residual stream"):
         lsim.stitch(
@@ -235,6 +251,6 @@ def test_stitching_and_training_of_an_unknown_architecture_look_before_they_star
 
 
 def test_compare_names_the_modules_of_each_model():
-    found = lsim.compare(lsim.open_model(tiny_llama(), layers=MLPS), tiny_llama(seed=1), random_tokens(), lsim.CKA())
-    assert found.layers == ("model.layers.0.mlp.input", *MLPS)
-    assert found.column_layers == layer_names(3)
+    result = lsim.compare(lsim.open_model(tiny_llama(), layers=MLPS), tiny_llama(seed=1), random_tokens(), lsim.CKA())
+    assert result.layers == ("model.layers.0.mlp.input", *MLPS)
+    assert result.column_layers == layer_names(3)

@@ -50,11 +50,11 @@ def test_a_name_or_layers_choose_a_stage(wrap):
         (0, {"at": "stages.0.resid_post"}),
         (0, {"layers": FIRST}),
     ):
-        found = called(lsim.analyze, wrap(swin()), pixels(), [cosine], positions="all", **options)["cosine"]
-        assert found.layers == named(number)
+        result = called(lsim.analyze, wrap(swin()), pixels(), [cosine], positions="all", **options)["cosine"]
+        assert result.layers == named(number)
         expected = oracles.oracle_cosine([stage(number)], center="none")
-        np.testing.assert_allclose(found.values, expected["values"], atol=1e-12)
-    assert found.provenance.tokens == 6 * 64
+        np.testing.assert_allclose(result.values, expected["values"], atol=1e-12)
+    assert result.provenance.tokens == 6 * 64
 
 
 @pytest.mark.light("module")
@@ -63,9 +63,11 @@ def test_sites_of_several_stages_are_compared_by_their_means(wrap):
     sites = [stage(number)[layer].reshape(6, -1, width).mean(1) for number, width in ((0, 8), (1, 16)) for layer in range(3)]
     expected = [[oracles.oracle_cka([a[None]], [b[None]], exact=True)["values"][0, 0] for b in sites] for a in sites]
     at = ["stages.0.resid_post", "stages.1.resid_post"]
-    found = lsim.analyze(wrap(swin()), lsim.Data(pixels(), positions="mean"), lsim.CKA(estimator="exact"), at=at)["cka"]
-    assert found.layers == named(0) + named(1)
-    np.testing.assert_allclose(found.values, expected, atol=1e-9)
+
+    result = lsim.analyze(wrap(swin()), lsim.Data(pixels(), positions="mean"), lsim.CKA(estimator="exact"), at=at)["cka"]
+
+    assert result.layers == named(0) + named(1)
+    np.testing.assert_allclose(result.values, expected, atol=1e-9)
     with pytest.raises(lsim.LayersimError, match=r"are not batch x pos(.|\n)*positions='mean'"):
         lsim.analyze(wrap(swin()), lsim.Data(pixels(), positions="all"), lsim.CKA(estimator="exact"), at=at)
 
@@ -80,6 +82,7 @@ def test_the_head_reads_the_last_stage():
     lens = lsim.analyze(swin(), pixels(), lsim.LogitLens(labels=labels))["logit_lens"]
     with torch.no_grad():
         logits = swin()(pixels()).logits
+
     assert float(lens.cross_entropy[-1]) == pytest.approx(float(torch.nn.functional.cross_entropy(logits, labels)), abs=1e-9)
     with pytest.raises(lsim.LayersimError, match=r"LogitLens.*SwinForImageClassification.*unembed="):
         lsim.analyze(lsim.open_model(swin(), layers=FIRST), pixels(), lsim.LogitLens(labels=labels))
@@ -88,14 +91,17 @@ def test_the_head_reads_the_last_stage():
 def test_a_copy_with_fewer_blocks_keeps_the_stages_below():
     short = lsim.truncate(swin(), 1)
     assert short.config.depths == [2, 1]
-    assert [len(one.blocks) for one in short.swin.encoder.layers] == [2, 1]
+    assert [len(stage.blocks) for stage in short.swin.encoder.layers] == [2, 1]
 
 
 def test_a_convolution_after_block_0_breaks_the_stream():
     config = transformers.DebertaV2Config(**DISENTANGLED | {"conv_kernel_size": 3, "conv_act": "gelu"})
     torch.manual_seed(0)
-    model, tokens = transformers.DebertaV2Model(config).eval(), CASES["bert"].data()
-    found = lsim.analyze(model, tokens, lsim.Cosine(center="none"))["cosine"]
-    assert found.layers[1] == "blocks.0.hook_resid_post"
+    model = transformers.DebertaV2Model(config).eval()
+    tokens = CASES["bert"].data()
+
+    result = lsim.analyze(model, tokens, lsim.Cosine(center="none"))["cosine"]
+
+    assert result.layers[1] == "blocks.0.hook_resid_post"
     with pytest.raises(lsim.LayersimError, match="needs every block of the residual stream"):
         lsim.analyze(model, tokens, lsim.Trajectory())

@@ -29,10 +29,10 @@ def states(tower: str) -> torch.Tensor:
     model = clip_of()
     with torch.no_grad():
         if tower == "vision":
-            found = model.vision_model(DATA["pixel_values"], output_hidden_states=True)
+            output = model.vision_model(DATA["pixel_values"], output_hidden_states=True)
         else:
-            found = model.text_model(DATA["input_ids"], DATA["attention_mask"], output_hidden_states=True)
-    return torch.stack(found.hidden_states)
+            output = model.text_model(DATA["input_ids"], DATA["attention_mask"], output_hidden_states=True)
+    return torch.stack(output.hidden_states)
 
 
 def cosines(samples: torch.Tensor) -> torch.Tensor:
@@ -59,16 +59,22 @@ def test_layers_of_both_towers_are_refused():
 def test_one_tower_is_read_where_its_blocks_are_named():
     images = states("vision")
     names = ("vision.blocks.0.hook_resid_pre", *(f"vision.blocks.{number}.hook_resid_post" for number in range(4)))
-    for found in (attached(clip_of(), VISION), lsim.analyze(lsim.open_model(clip_of(), layers=VISION), DATA, COSINE)["cosine"]):
-        assert found.layers == names
-        torch.testing.assert_close(found.values, cosines(images.flatten(1, 2)))
+    for result in (
+        attached(clip_of(), VISION),
+        lsim.analyze(lsim.open_model(clip_of(), layers=VISION), DATA, COSINE)["cosine"],
+    ):
+        assert result.layers == names
+        torch.testing.assert_close(result.values, cosines(images.flatten(1, 2)))
     assert set(names) < set(lsim.sites(clip_of()).name)
+
     first = attached(clip_of(), VISION, positions="first")
     torch.testing.assert_close(first.values, cosines(images[:, :, 0]))
+
     texts = states("text")[:, DATA["attention_mask"].bool()]
-    for found in (attached(clip_of(), TEXT), lsim.analyze(lsim.open_model(clip_of(), layers=TEXT), DATA, COSINE)["cosine"]):
-        torch.testing.assert_close(found.values, cosines(texts))
-        assert found.layers[-1] == "text.blocks.2.hook_resid_post"
+    for result in (attached(clip_of(), TEXT), lsim.analyze(lsim.open_model(clip_of(), layers=TEXT), DATA, COSINE)["cosine"]):
+        torch.testing.assert_close(result.values, cosines(texts))
+        assert result.layers[-1] == "text.blocks.2.hook_resid_post"
+
     later = attached(clip_of(), VISION[1:3])
     assert later.layers[0] == "vision.blocks.1.hook_resid_pre"
     assert attached(clip_of(), [VISION[0], VISION[2]]).layers[-1] == "vision.blocks.2.hook_resid_post"
@@ -80,13 +86,13 @@ def test_a_tower_with_its_projection_and_a_tower_alone_are_models(tower):
     whole = clip_of()
     cls = hf.CLIPVisionModelWithProjection if tower == "vision" else hf.CLIPTextModelWithProjection
     projecting = cls(getattr(whole.config, f"{tower}_config")).double().eval()
-    own = getattr(whole, f"{tower}_model")
-    getattr(projecting, f"{tower}_model").load_state_dict(own.state_dict())
+    tower_model = getattr(whole, f"{tower}_model")
+    getattr(projecting, f"{tower}_model").load_state_dict(tower_model.state_dict())
     names = ("pixel_values",) if tower == "vision" else ("input_ids", "attention_mask")
     data = {name: DATA[name] for name in names}
     rows = states(tower)
     expected = cosines(rows.flatten(1, 2) if tower == "vision" else rows[:, DATA["attention_mask"].bool()])
-    for model in (own, projecting):
+    for model in (tower_model, projecting):
         torch.testing.assert_close(lsim.analyze(model, data, COSINE)["cosine"].values, expected)
         with torch.no_grad(), lsim.attach(model, COSINE) as probe:
             model(**data)
@@ -96,15 +102,15 @@ def test_a_tower_with_its_projection_and_a_tower_alone_are_models(tower):
 def test_a_text_tower_reads_texts_with_their_end():
     from ..models.clip_processor import processor, small_clip
 
-    made = processor()
-    model = small_clip(made)
-    model.text_model.tokenizer = made.tokenizer
+    clip_processor = processor()
+    model = small_clip(clip_processor)
+    model.text_model.tokenizer = clip_processor.tokenizer
     texts = ["a cat.", "a dog here."]
-    given = made.tokenizer(texts, return_tensors="pt", padding=True)
+    inputs = clip_processor.tokenizer(texts, return_tensors="pt", padding=True)
     by_text = lsim.analyze(model.text_model, lsim.Data(texts, positions="last"), COSINE)["cosine"]
-    by_ids = lsim.analyze(model.text_model, lsim.Data(dict(given), positions="last"), COSINE)["cosine"]
+    by_ids = lsim.analyze(model.text_model, lsim.Data(dict(inputs), positions="last"), COSINE)["cosine"]
     torch.testing.assert_close(by_text.values, by_ids.values)
-    ends = int(made.tokenizer.eos_token_id)
+    ends = int(clip_processor.tokenizer.eos_token_id)
     counted = lsim.analyze(model.text_model, lsim.Data(texts, positions=lambda ids: ids == ends), COSINE)["cosine"]
     assert counted.provenance.tokens == 2
 

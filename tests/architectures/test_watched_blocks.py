@@ -115,6 +115,7 @@ def test_a_block_that_runs_several_times_is_refused(loop):
         lsim.analyze(opened(Blocks(order)), random_tokens(4, 6), COSINE)
     # Naming other blocks would not give the layers of a loop.
     assert "layers=" not in str(refused.value)
+
     with torch.no_grad(), lsim.attach(opened(Blocks(order)), COSINE) as probe:
         probe._source.module(random_tokens(4, 6))
     with pytest.raises(lsim.LayersimError, match=rf"{path}\b"):
@@ -125,6 +126,7 @@ def test_a_stack_that_is_called_several_times_is_refused():
     paths = [f"stack.{path}" for path in PATHS]
     with pytest.raises(lsim.LayersimError, match=r"stack\.parts\.0"):
         lsim.analyze(opened(Outer(), paths), random_tokens(4, 6), COSINE)
+
     with torch.no_grad(), lsim.attach(opened(Outer(), paths), COSINE) as probe:
         probe._source.module(random_tokens(4, 6))
     with pytest.raises(lsim.LayersimError, match=r"stack\.parts\.0"):
@@ -180,7 +182,9 @@ def test_several_streams_are_refused_whatever_their_sizes(spread, shape):
     """Four rows of four tokens have as many rows, tokens and streams."""
     if spread == "positions first" and shape == (1, 4):
         return
-    model, tokens = Streams(SPREADS[spread]), random_tokens(*shape)
+    model = Streams(SPREADS[spread])
+    tokens = random_tokens(*shape)
+
     with pytest.raises(lsim.LayersimError, match=r"parts\.0"):
         lsim.analyze(opened(model), lsim.Data(tokens, batch_size=4), lsim.EffectiveRank())
 
@@ -205,21 +209,25 @@ def gemma3n():
 
 @pytest.mark.parametrize("at", ["default", "resid_post"])
 def test_the_streams_of_gemma_3n_are_refused(at):
-    more = {} if at == "default" else {"at": at}
+    options = {} if at == "default" else {"at": at}
     with pytest.raises(lsim.LayersimError, match=r"4 x 1 x \d+ x 32"):
-        lsim.analyze(gemma3n(), random_tokens(4, 4), COSINE, **more)
+        lsim.analyze(gemma3n(), random_tokens(4, 4), COSINE, **options)
 
 
 def test_modules_beside_the_streams_can_be_read():
     paths = ["model.layers.0.mlp", "model.layers.1.mlp"]
-    model, tokens, seen = gemma3n(), random_tokens(4, 4), []
+    model = gemma3n()
+    tokens = random_tokens(4, 4)
+    outputs = []
     for path in paths:
-        model.get_submodule(path).register_forward_hook(lambda _module, _args, output: seen.append(output))
+        model.get_submodule(path).register_forward_hook(lambda _module, _args, output: outputs.append(output))
     with torch.no_grad():
         model(tokens)
-    expected = torch.nn.functional.cosine_similarity(seen[0].double(), seen[1].double(), dim=-1).mean()
-    found = lsim.analyze(gemma3n(), tokens, COSINE, at=paths)["cosine"]
-    assert float(found.values[0, 1]) == pytest.approx(float(expected), abs=1e-6)
+    expected = torch.nn.functional.cosine_similarity(outputs[0].double(), outputs[1].double(), dim=-1).mean()
+
+    result = lsim.analyze(gemma3n(), tokens, COSINE, at=paths)["cosine"]
+
+    assert float(result.values[0, 1]) == pytest.approx(float(expected), abs=1e-6)
 
 
 def test_a_model_that_pads_to_its_window_is_read_where_rows_fill_windows():
@@ -228,10 +236,12 @@ def test_a_model_that_pads_to_its_window_is_read_where_rows_fill_windows():
         **{"max_position_embeddings": 40, "attention_window": [4, 4], "pad_token_id": 1},
     )
     torch.manual_seed(0)
-    model, tokens = transformers.LongformerModel(config).eval(), random_tokens(4, 12).clamp(min=3)
+    model = transformers.LongformerModel(config).eval()
+    tokens = random_tokens(4, 12).clamp(min=3)
     with torch.no_grad():
         states = model(tokens, output_hidden_states=True).hidden_states
     expected = torch.nn.functional.cosine_similarity(states[0].double(), states[-1].double(), dim=-1).mean()
+
     assert float(lsim.analyze(model, tokens, COSINE)["cosine"].values[0, -1]) == pytest.approx(float(expected), abs=1e-6)
     with pytest.raises(lsim.LayersimError, match=r"1 x 12 x 32 for one row of 11"):
         lsim.analyze(model, tokens[:, :11], COSINE)

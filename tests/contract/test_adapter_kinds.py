@@ -31,15 +31,16 @@ each_kind = pytest.mark.parametrize("name", KINDS)
 
 
 def residuals(tokens: int, width: int, seed: int = 0) -> torch.Tensor:
-    made = torch.Generator().manual_seed(seed)
-    return torch.randn(tokens, width, generator=made, dtype=torch.float64) * torch.arange(1, width + 1) + 3
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(tokens, width, generator=generator, dtype=torch.float64) * torch.arange(1, width + 1) + 3
 
 
 def parameters(name: str, widths: tuple[int, int], seed: int = 1) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """A random weight and bias, as far as the kind has them."""
-    kind, made = ADAPTER_KINDS.named(name)(), torch.Generator().manual_seed(seed)
-    weight = torch.randn(widths[1], widths[0], generator=made, dtype=torch.float64) if kind.has_weight else None
-    return weight, torch.randn(widths[1], generator=made, dtype=torch.float64) if kind.has_bias else None
+    kind = ADAPTER_KINDS.named(name)()
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(widths[1], widths[0], generator=generator, dtype=torch.float64) if kind.has_weight else None
+    return weight, torch.randn(widths[1], generator=generator, dtype=torch.float64) if kind.has_bias else None
 
 
 def moments(name: str, hidden: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -77,11 +78,14 @@ def test_the_closed_form_reaches_a_planted_map(name, widths):
         pytest.skip("widths that this kind refuses")
     hidden, (weight, bias) = residuals(300, widths[0]), parameters(name, widths)
     target = lsim.stitching.Adapter(name, weight, bias)(hidden)
+
     assert target.shape == (300, widths[1])
+
     if not kind.has_weight:
         return
     fitted_weight, fitted_bias, explained = solve(moments(name, hidden, target), 0.0, kind.has_bias)
     assert (fitted_bias is not None) == kind.has_bias
+
     fitted = lsim.stitching.Adapter(name, fitted_weight, fitted_bias)
     torch.testing.assert_close(fitted(hidden), target, rtol=1e-9, atol=1e-9)
     assert explained == pytest.approx(1.0, abs=1e-12)
@@ -104,7 +108,9 @@ def test_the_map_is_the_formula(name, widths):
         pytest.skip("widths that this kind refuses")
     hidden, (weight, bias) = residuals(7, widths[0]), parameters(name, widths)
     features = kind.features(hidden).numpy()
+
     assert features.shape == hidden.shape
+
     expected = np.zeros((7, widths[1]))
     for token in range(7):
         for row in range(widths[1]):
@@ -113,8 +119,9 @@ def test_the_map_is_the_formula(name, widths):
                 expected[token, row] += factor * features[token, column]
             expected[token, row] += 0.0 if bias is None else float(bias[row])
             expected[token, row] += float(hidden[token, row]) if kind.adds_residual(*widths) else 0.0
-    ours = lsim.stitching.Adapter(name, weight, bias)(hidden)
-    np.testing.assert_allclose(ours.numpy(), expected, rtol=1e-12, atol=1e-12)
+    mapped = lsim.stitching.Adapter(name, weight, bias)(hidden)
+
+    np.testing.assert_allclose(mapped.numpy(), expected, rtol=1e-12, atol=1e-12)
 
 
 @each_kind
@@ -126,8 +133,8 @@ def test_gradients_reach_weight_bias_and_residual(name):
 
     adapter = lsim.stitching.Adapter(name, weight, bias)
 
-    def apply(*given: torch.Tensor) -> torch.Tensor:
-        return torch.func.functional_call(adapter, dict(zip(("weight", "bias"), given[1:], strict=False)), given[0])
+    def apply(*tensors: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(adapter, dict(zip(("weight", "bias"), tensors[1:], strict=False)), tensors[0])
 
     assert torch.autograd.gradcheck(apply, inputs)
     for gradient in torch.autograd.grad(apply(*inputs).square().sum(), inputs):
@@ -138,13 +145,15 @@ def test_gradients_reach_weight_bias_and_residual(name):
 @settings(max_examples=15, deadline=None)
 @given(order=st.permutations(range(40)), cut=st.integers(1, 39))
 def test_order_and_grouping_of_tokens_do_not_change_the_moments(name, order, cut):
-    hidden, target = residuals(40, 6), residuals(40, 6, seed=2)
+    hidden = residuals(40, 6)
+    target = residuals(40, 6, seed=2)
     total = Sums.of(moments(name, hidden, target))
     shuffled = torch.tensor(order)
     parts = (shuffled[:cut], shuffled[cut:])
     merged = Sums()
     for part in parts:
         merged = merged + Sums.of(moments(name, hidden[part], target[part]))
+
     for key, value in total.fields.items():
         torch.testing.assert_close(merged[key], value, rtol=1e-11, atol=1e-11)
 
@@ -153,18 +162,23 @@ def test_order_and_grouping_of_tokens_do_not_change_the_moments(name, order, cut
 @each_kind
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_precision_residuals(name, dtype):
-    hidden, target = residuals(40, 6).to(dtype), residuals(40, 6, seed=2).to(dtype)
+    hidden = residuals(40, 6).to(dtype)
+    target = residuals(40, 6, seed=2).to(dtype)
     for key, value in moments(name, hidden, target).items():
         assert value.dtype == (torch.int64 if key == "count" else torch.float64)
         assert torch.equal(value, moments(name, hidden.double(), target.double())[key])
+
     weight, bias = (None if part is None else part.float() for part in parameters(name, (6, 6)))
     adapter = lsim.stitching.Adapter(name, weight, bias)
     assert adapter(hidden).dtype == (dtype if weight is None else torch.float32)
+
     options = {} if weight is None else {"fit": "lstsq"}
-    models, data = (tiny_llama(dtype=dtype), tiny_llama(seed=1)), lsim.Data(rows(60), batch_size=6)
+    models = (tiny_llama(dtype=dtype), tiny_llama(seed=1))
+    data = lsim.Data(rows(60), batch_size=6)
     result = lsim.stitch(*models, data, at=(1, 1), adapter=name, **options)
-    same = lsim.stitch(tiny_llama(), models[1], data, at=(1, 1), adapter=name, **options)
-    assert result.penalty == pytest.approx(same.penalty, abs=0.05)
+    full_precision = lsim.stitch(tiny_llama(), models[1], data, at=(1, 1), adapter=name, **options)
+
+    assert result.penalty == pytest.approx(full_precision.penalty, abs=0.05)
 
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
@@ -174,15 +188,19 @@ def test_a_stitch_survives_save_and_load_exactly(name, tmp_path):
     data = lsim.Data(rows(60), batch_size=6)
     result = lsim.stitch(tiny_llama(), tiny_llama(seed=1), data, at=(1, 0), adapter=name, **options)
     loaded = lsim.load(result.save(tmp_path / "stitch.safetensors"))
+
     for field in result.tensor_fields():
         assert torch.equal(getattr(loaded, field), getattr(result, field)), field
     assert (loaded.kind, loaded.fit, loaded.provenance) == (name, result.fit, result.provenance)
     assert loaded.adapter.digest() == result.adapter.digest()
+
     if result.adapter.weight is not None:
         # On several threads the last bits of a product depend on the order in memory.
         assert loaded.adapter.weight.stride() == result.adapter.weight.stride()
     hidden = residuals(5, 32).float()
+
     assert torch.equal(loaded.adapter(hidden), result.adapter(hidden))
+
     again = lsim.stitch(tiny_llama(), tiny_llama(seed=1), rows(60)[48:], at=(1, 0), adapter=loaded.adapter)
     with torch.no_grad():
         assert torch.equal(again.model(rows(2)).logits, result.model(rows(2)).logits)
@@ -200,13 +218,15 @@ def test_widths_that_differ_are_refused_or_work(name):
             call()
         return
     result = call()
+
     assert result.weight.shape == (32, 48)
     assert np.isfinite(result.penalty)
 
 
 @pytest.mark.heavy("a process of its own")
 def test_moments_are_computed_where_this_package_is_not_installed(tmp_path):
-    hidden, target = residuals(20, 6), residuals(20, 6, seed=2)
+    hidden = residuals(20, 6)
+    target = residuals(20, 6, seed=2)
     nnsight.register("tl_layersim")
     kinds = {name: ADAPTER_KINDS.named(name)() for name in KINDS}
     functions = {name: partial(cross_moments, kind.features, kind.adds_residual) for name, kind in kinds.items()}
@@ -220,9 +240,10 @@ def test_moments_are_computed_where_this_package_is_not_installed(tmp_path):
         "    moments_of, hidden, target = loads(path.read_bytes())\n"
         "    print(path.name, {key: float(value.sum()) for key, value in moments_of(hidden, target).items()})\n"
     )
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
+    process = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False)
+
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.splitlines() == [
         f"{name} { {key: float(value.sum()) for key, value in functions[name](hidden, target).items()} }" for name in KINDS
     ]
 
@@ -231,7 +252,7 @@ def test_moments_are_computed_where_this_package_is_not_installed(tmp_path):
 def test_an_unknown_name_is_refused_with_all_kinds(name):
     with pytest.raises(lsim.LayersimError, match="`kind`") as refused:
         lsim.stitching.Adapter(name)
-    assert all(known in str(refused.value) for known in KINDS)
+    assert all(kind in str(refused.value) for kind in KINDS)
     with pytest.raises(lsim.LayersimError, match="`adapter`"):
         lsim.stitch(tiny_llama(), tiny_llama(), rows(), at=(0, 0), adapter=name)
     with pytest.raises(lsim.LayersimError, match="`adapter`"):
@@ -274,24 +295,32 @@ class TestOneNewFile:
 
     @pytest.mark.heavy("a training")
     def test_is_stitched_saved_and_loaded(self, new, tmp_path):
-        models, data, at = (tiny_gpt2(0), tiny_gpt2(1)), lsim.Data(rows(60), batch_size=6), (1, 0)
+        models = (tiny_gpt2(0), tiny_gpt2(1))
+        data = lsim.Data(rows(60), batch_size=6)
+        at = (1, 0)
         result = lsim.stitch(*models, data, at=at, adapter=new, fit="lstsq+sgd", training=QUICK)
+
         assert (result.kind, result.adapter.bias) == (new, None)
+
         hidden = residuals(4, 32).float()
         by_hand = (hidden / hidden.square().mean(-1, keepdim=True).sqrt()) @ result.adapter.weight.T
         torch.testing.assert_close(result.adapter(hidden), by_hand)
+
         loaded = lsim.load(result.save(tmp_path / "stitch.safetensors"))
         again = lsim.stitch(*models, data.like(rows(60)[48:]), at=at, adapter=loaded.adapter)
         assert again.loss == pytest.approx(result.loss, abs=1e-6)
+
         grid = lsim.stitch_grid({"a": tiny_gpt2(0), "b": tiny_gpt2(1)}, rows(60), layers=[0], adapter=new, fit="lstsq")
         assert grid.kind == new
 
     @pytest.mark.heavy("a simulated server")
     def test_is_fitted_beside_a_model_in_nnsights_simulation_of_a_server(self, new):
         options = {"at": (1, 0), "adapter": new, "fit": "lstsq"}
-        data, far = lsim.Data(rows(60), batch_size=6), lsim.open_model(gpt2_of_kind("nnsight", 1), remote="local")
+        data = lsim.Data(rows(60), batch_size=6)
+        far = lsim.open_model(gpt2_of_kind("nnsight", 1), remote="local")
         here = lsim.stitch(tiny_gpt2(0), tiny_gpt2(1), data, **options)
         there = lsim.stitch(tiny_gpt2(0), far, data, **options)
+
         assert there.loss == pytest.approx(here.loss, abs=1e-6)
 
     def test_is_unknown_without_its_file(self):

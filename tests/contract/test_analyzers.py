@@ -49,9 +49,9 @@ def batches(seed: int, sizes: tuple[int, ...] = (12, 30, 7)) -> list[np.ndarray]
 
 def expected_of(name: str, cls, data: list[np.ndarray]) -> dict[str, np.ndarray]:
     """What the oracle gives; of measures over pairs of samples with the tokens of a row, of two models with both runs."""
-    more = {"rows": oracles.ROWS_OF} if in_pools(cls) else {}
-    more |= {"edited": [edited(x) for x in data]} if cls().needs.models == "two" else {}
-    return getattr(oracles, f"oracle_{name}")(data, **more)
+    options = {"rows": oracles.ROWS_OF} if in_pools(cls) else {}
+    options |= {"edited": [edited(x) for x in data]} if cls().needs.models == "two" else {}
+    return getattr(oracles, f"oracle_{name}")(data, **options)
 
 
 @each_analyzer
@@ -95,17 +95,18 @@ def check_order_and_grouping(cls, seed, order, cuts):
     first_kernel = analyzer.first_kernel()
     first = Sums()
     if first_kernel is not None:
-        for one in views:
-            first = first + Sums.of(reduce({"k": first_kernel}, *views_of(cls, one))[1]["k"])
+        for view in views:
+            first = first + Sums.of(reduce({"k": first_kernel}, *views_of(cls, view))[1]["k"])
     kernel = analyzer.kernel(first)
-    sums = [Sums.of(reduce({"k": kernel}, *views_of(cls, one))[1]["k"]) for one in views]
-    left, right = sums[0], Sums()
+    sums = [Sums.of(reduce({"k": kernel}, *views_of(cls, view))[1]["k"]) for view in views]
+    left_sum = sums[0]
+    right_sum = Sums()
     for i, part in enumerate(sums[1:], start=1):
         if i < cuts:
-            left = left + part
+            left_sum = left_sum + part
         else:
-            right = right + part
-    merged = Sums() + left + (right + Sums())
+            right_sum = right_sum + part
+    merged = Sums() + left_sum + (right_sum + Sums())
     for key, value in sums[0].fields.items():
         total = value + sum(part.fields.get(key, 0) for part in sums[1:])
         torch.testing.assert_close(merged[key], total, rtol=1e-12, atol=1e-12)
@@ -116,6 +117,7 @@ def check_order_and_grouping(cls, seed, order, cuts):
 @pytest.mark.parametrize("seed", range(3))
 def test_it_equals_its_oracle(name, cls, seed):
     assert hasattr(oracles, f"oracle_{name}"), f"write oracle_{name}(batches) in tests/oracles/, in float64 NumPy"
+
     data = batches(seed)
     expected = expected_of(name, cls, data)
     result = from_views(cls(), [view_for(cls, x) for x in data])
@@ -124,6 +126,7 @@ def test_it_equals_its_oracle(name, cls, seed):
         at, relative = (2e-3, 0.024) if result.tensor_fields()[field][:1] == ("quantile",) else (1e-9, 1e-9)
         relative = 0 if name == "cosine" and field != "norm_ratio_quantiles" else relative
         np.testing.assert_allclose(getattr(result, field).numpy(), value, atol=at, rtol=relative, err_msg=field)
+
     checked = set(expected)
     assert checked == set(result.tensor_fields()), "the oracle gives every field"
 
@@ -150,7 +153,8 @@ def test_float32_activations_give_the_oracle_to_float32(name, cls):
 
 @each_analyzer
 def test_padding_and_masked_positions_do_not_matter(name, cls):
-    model, rng = tiny_llama(), torch.Generator().manual_seed(5)
+    model = tiny_llama()
+    rng = torch.Generator().manual_seed(5)
     lengths = (20, 13, 7, 18)
     rows = [random_tokens(1, n, seed=n)[0] for n in lengths]
     plain = measured(model, rows, cls())
@@ -173,9 +177,10 @@ def test_a_result_survives_save_and_load_exactly(name, cls, tmp_path):
     assert type(loaded) is type(result)
     assert worst(result, loaded) == 0
     # Strides of a file's tensors: sums in another order differ in the last digit.
-    assert all(getattr(one, field).is_contiguous() for one in (result, loaded) for field in result.tensor_fields())
+    assert all(getattr(stored, field).is_contiguous() for stored in (result, loaded) for field in result.tensor_fields())
     assert loaded.provenance == result.provenance
     assert (loaded.layers, loaded.headline()) == (result.layers, result.headline())
+
     report = lsim.Report({name: result})
     again = lsim.load(report.save(tmp_path / "report.safetensors"))
     assert list(again) == [name]
@@ -199,21 +204,24 @@ def test_every_picture_is_drawn_and_explained(name, cls):
 def test_every_field_has_every_view_or_a_sentence(name, cls, tmp_path):
     result = from_views(cls(), [view_for(cls, x) for x in batches(1)])
     table = result.to_xarray()
-    for field, own in declarations(result).items():
-        values, shown = getattr(result, field), result.values_name if field == "values" else field
+    for field, declaration in declarations(result).items():
+        values = getattr(result, field)
+        shown = result.values_name if field == "values" else field
         measured = values.numel() and not bool(values.isnan().all())
         assert len(result.to_frame(field)) == values.numel()
         assert (shown in table) == bool(measured)
-        drawn = measured and (len(own.axes) in (1, 2) or own.drawn)
+        drawn = measured and (len(declaration.axes) in (1, 2) or declaration.drawn)
         if drawn:
             assert result.plot(field).data
         elif measured:
             with pytest.raises(lsim.LayersimError, match=repr(field)):
                 result.plot(field)
-        if len(own.axes) in (1, 2):
+        if len(declaration.axes) in (1, 2):
             assert result.to_latex(field).count(r"\\") == values.shape[0] + 1
             assert result.to_markdown(field).count("\n") == values.shape[0] + 1
+
     page = lsim.Report({name: result}).to_html(tmp_path / "page.html").read_text()
+
     assert page.count('data-figure="') >= len(result.pictures)
 
 
@@ -221,14 +229,15 @@ def test_every_field_has_every_view_or_a_sentence(name, cls, tmp_path):
 def test_kernels_run_where_this_package_is_not_installed(tmp_path):
     kernels_and_views = {}
     for name, cls in find_analyzers().items():
-        analyzer, views = cls(), views_of(cls, view_for(cls, residuals(tokens=20)))
+        analyzer = cls()
+        views = views_of(cls, view_for(cls, residuals(tokens=20)))
         first_kernel = analyzer.first_kernel()
         first = Sums() if first_kernel is None else Sums.of(first_kernel(*views))
         kernels_and_views[name] = [*([] if first_kernel is None else [first_kernel]), analyzer.kernel(first)], views
     nnsight.register("tl_layersim")
     # One after the other in one process, whose imports take its time; each is its own message, as of a request of its own.
-    for name, own in kernels_and_views.items():
-        (tmp_path / name).write_bytes(dumps((reduce, *own)))
+    for name, arguments in kernels_and_views.items():
+        (tmp_path / name).write_bytes(dumps((reduce, *arguments)))
     script = (
         "import sys, pathlib\n"
         "for name in ('tl_layersim', 'jaxtyping', 'beartype'): sys.modules[name] = None\n"
@@ -239,9 +248,10 @@ def test_kernels_run_where_this_package_is_not_installed(tmp_path):
         "    for kernel in kernels: out = reduce({'k': kernel}, *views)[1]['k']\n"
         "    print(sorted(out))\n"
     )
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{done.stdout.splitlines()[-1]}: {done.stderr}"
-    assert done.stdout.splitlines() == [
+    process = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False)
+
+    assert process.returncode == 0, f"{process.stdout.splitlines()[-1]}: {process.stderr}"
+    assert process.stdout.splitlines() == [
         f"{name} {sorted(reduce({'k': kernels[-1]}, *views)[1]['k'])}" for name, (kernels, views) in kernels_and_views.items()
     ]
 
@@ -268,36 +278,42 @@ def test_not_a_number_is_named_with_its_layer(name, cls):
 def test_every_field_has_an_interval(name, cls):
     """Blocks of two rows: an interval of each number, about the number, within the bounds of the field."""
     analyzer = cls()
-    model, data = tiny_llama(), [random_tokens(1, 18 + i % 5, seed=i)[0] for i in range(36)]
+    model = tiny_llama()
+    data = [random_tokens(1, 18 + i % 5, seed=i)[0] for i in range(36)]
     plain = measured(model, lsim.Data(data, batch_size=2), analyzer)
     result = measured(model, lsim.Data(data, batch_size=2), analyzer, intervals=True)
+
     # Rows; of measures over pairs of samples, pools of 16 rows.
     assert len(result.block_tokens) == (3 if in_pools(cls) else 18)
     assert worst(plain, result) < 1e-5
+
     for field, bounds in bounds_of(result).items():
         if bounds is None:
             continue
         value, low, high, error = result.interval(field)
-        known = ~low.isnan()
+        defined = ~low.isnan()
         # Most numbers of most measures have one; histograms and counts of what is rare are 0 without some block.
-        assert value.numel() == 0 or bool(known.any()) or not bool(value.isfinite().any()), field
-        assert bool((low <= value)[known].all() and (value <= high)[known].all())
-        assert bool((low >= min(bounds[0], float(value.nan_to_num().min())))[known].all()) if value.numel() else True
-        assert bool((high <= max(bounds[1], float(value.nan_to_num().max())))[known].all()) if value.numel() else True
-        assert bool((error[known] >= 0).all())
+        assert value.numel() == 0 or bool(defined.any()) or not bool(value.isfinite().any()), field
+        assert bool((low <= value)[defined].all() and (value <= high)[defined].all())
+        assert bool((low >= min(bounds[0], float(value.nan_to_num().min())))[defined].all()) if value.numel() else True
+        assert bool((high <= max(bounds[1], float(value.nan_to_num().max())))[defined].all()) if value.numel() else True
+        assert bool((error[defined] >= 0).all())
         # What a block changes depends on the blocks, also at a bound: its interval has a width, or there is none.
-        read = partial(aligned, result=result, field=field)
-        _, replicates = with_and_without_blocks(result, read, result.declared(field))
+        values_of = partial(aligned, result=result, field=field)
+        _, replicates = with_and_without_blocks(result, values_of, result.declared(field))
         spread = replicates.amax(0) - replicates.amin(0)
         assert not bool(((spread > 1e-9 * value.abs()) & (high == low)).any()), field
     moving = [f for f, b in bounds_of(result).items() if b is not None and bool((result.interval(f).error > 0).any())]
+
     assert "values" in moving
+
     # What differs in half of the rows depends on the rows: its interval has a width.
     half = measured(model, lsim.Data(data[:18], batch_size=2), analyzer)
     for field, bounds in bounds_of(result).items():
-        value, other = getattr(result, field), getattr(half, field)
+        value = getattr(result, field)
+        half_value = getattr(half, field)
         # Counts are those of fewer rows.
-        if bounds is not None and value.shape == other.shape and not result.declared(field).out_of:
-            differs = (value - other).abs() > 1e-6 * value.abs()
+        if bounds is not None and value.shape == half_value.shape and not result.declared(field).out_of:
+            differs = (value - half_value).abs() > 1e-6 * value.abs()
             _, low, high, _ = result.interval(field)
             assert not bool((differs & (high == low)).any()), field

@@ -39,7 +39,13 @@ def test_every_value_lies_within_the_bounds_of_its_field(name, cls, data):
 def test_bounds_are_pairs_in_ascending_order():
     for module in pkgutil.walk_packages(lsim.__path__, "tl_layersim."):
         importlib.import_module(module.name)
-    bounds = [(cls, one.within) for cls in below(lsim.Result) for one in declarations(cls).values() if one.within]
+    bounds = [
+        (cls, declaration.within)
+        for cls in below(lsim.Result)
+        for declaration in declarations(cls).values()
+        if declaration.within
+    ]
+
     assert len(bounds) > 100
     for cls, (low, high) in bounds:
         assert low < high, cls
@@ -119,5 +125,9 @@ CALIBRATED = dict.fromkeys(("observed", "calibrated", "null_mean", "null_thresho
 def test_bounds_are_the_range_of_the_quantity(name):
     [result] = [cls for cls in below(lsim.Result) if cls.__name__.lower() == f"{name.replace('_', '')}result"]
     expected = {field: bounds for bounds, fields in RANGES[name].items() for field in fields.split()}
-    found = {field: one.within for field, one in declarations(result).items() if one.within is not None}
-    assert found == {field: bounds for field, bounds in CALIBRATED.items() if field in found} | expected
+
+    bounds_by_field = {
+        field: declaration.within for field, declaration in declarations(result).items() if declaration.within is not None
+    }
+
+    assert bounds_by_field == {field: bounds for field, bounds in CALIBRATED.items() if field in bounds_by_field} | expected

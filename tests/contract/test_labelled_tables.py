@@ -24,9 +24,9 @@ LABELS = [n % 3 for n in range(256)]
 @pytest.fixture(scope="module")
 def measured():
     """Every analyzer of one model, with intervals; the measures that need labels or text with none."""
-    own = {"linear_probe": lsim.LinearProbe(labels=LABELS), "neural_collapse": lsim.NeuralCollapse(labels=LABELS)}
+    labelled = {"linear_probe": lsim.LinearProbe(labels=LABELS), "neural_collapse": lsim.NeuralCollapse(labels=LABELS)}
     sized = {"cka": lsim.CKA(minibatch=16), "block_coupling": lsim.BlockCoupling(k=3)}
-    chosen = {name: (own | sized).get(name) or cls() for name, cls in ANALYZERS if cls().needs.models != "two"}
+    chosen = {name: (labelled | sized).get(name) or cls() for name, cls in ANALYZERS if cls().needs.models != "two"}
     del chosen["task_metrics"]
     return lsim.analyze(tiny_llama(), lsim.Data(random_tokens(256, 8), batch_size=16), chosen, intervals=True)
 
@@ -39,15 +39,15 @@ def check(result, table):
         if values.numel() and not values.isnan().all():
             expected[name] = (values, field)
             if result.has_intervals and result.declared(field).within is not None:
-                found = result.interval(field)
-                ends = {"low": found.low, "high": found.high, "se": found.error}
-                expected |= {f"{name}_{end}": (own, field) for end, own in ends.items()}
+                interval = result.interval(field)
+                ends = {"low": interval.low, "high": interval.high, "se": interval.error}
+                expected |= {f"{name}_{end}": (bounds, field) for end, bounds in ends.items()}
     assert list(table.data_vars) == list(expected)
     for name, (values, field) in expected.items():
-        own = result.declared(field)
-        assert table[name].dims == own.axes
-        assert (table[name].attrs["long_name"], table[name].attrs.get("units", "")) == (own.label, own.unit)
-        for axis in own.axes:
+        declaration = result.declared(field)
+        assert table[name].dims == declaration.axes
+        assert (table[name].attrs["long_name"], table[name].attrs.get("units", "")) == (declaration.label, declaration.unit)
+        for axis in declaration.axes:
             assert table[axis].values.tolist() == list(result.coordinates(axis))
         np.testing.assert_array_equal(table[name].values, values)
     assert all(isinstance(value, str | int | float) for value in table.attrs.values())
@@ -64,20 +64,22 @@ def test_a_table_holds_the_fields_of_a_result(name, cls):
 def test_a_report_has_a_table_for_each_result_with_intervals(measured, tmp_path):
     tables = measured.to_xarray()
     assert list(tables.children) == list(measured)
+
     for name, result in measured.items():
         check(result, tables[name].to_dataset())
     tables["cka"].to_dataset().to_netcdf(tmp_path / "cka.nc")
-    both = lsim.stack({1: measured, 2: measured}, "step")
-    assert list(both.children) == list(measured)
+    stacked = lsim.stack({1: measured, 2: measured}, "step")
+
+    assert list(stacked.children) == list(measured)
     for name, result in measured.items():
         field = result.values_name
-        np.testing.assert_array_equal(both[name][field].sel(step=2).values, result.values)
-        assert both[name][field].dims[0] == "step"
+        np.testing.assert_array_equal(stacked[name][field].sel(step=2).values, result.values)
+        assert stacked[name][field].dims[0] == "step"
 
 
 def test_untrained_models_have_their_mean():
-    found = lsim.analyze(tiny_llama(), random_tokens(8), lsim.Cosine(), baseline="untrained")["cosine"]
-    np.testing.assert_array_equal(found.to_xarray()["values_untrained"].values, found.of_untrained("values").mean(0))
+    result = lsim.analyze(tiny_llama(), random_tokens(8), lsim.Cosine(), baseline="untrained")["cosine"]
+    np.testing.assert_array_equal(result.to_xarray()["values_untrained"].values, result.of_untrained("values").mean(0))
 
 
 def test_runs_of_other_depths_are_joined_in_the_order_of_the_model():
@@ -86,20 +88,24 @@ def test_runs_of_other_depths_are_joined_in_the_order_of_the_model():
     table = lsim.stack({name: reports[name] for name in ("shallow", "deep")}, "model")["trajectory"]
     assert table["model"].values.tolist() == ["shallow", "deep"]
     assert table["layer"].values.tolist() == list(reports["deep"]["trajectory"].layers[1:])
+
     growth = table["growth"].sel(model="shallow")
     np.testing.assert_array_equal(growth.values[:3], reports["shallow"]["trajectory"].growth)
     assert growth.isnull().values.tolist() == [False] * 3 + [True] * 9
+
     depth = table["residual_depth"]
     assert depth.dims == ("model", "residual")
     np.testing.assert_allclose(depth.sel(model="shallow").values[:4], [0, 1 / 3, 2 / 3, 1])
     np.testing.assert_allclose(table["layer_depth"].sel(model="deep").values, [n / 12 for n in range(1, 13)])
+
     # Models of one depth share theirs.
-    same = lsim.stack(dict.fromkeys("ab", reports["deep"]["trajectory"]))
-    assert (same["residual_depth"].dims, same["norm"].dims) == (("residual",), ("run", "residual"))
+    stacked_alike = lsim.stack(dict.fromkeys("ab", reports["deep"]["trajectory"]))
+    assert (stacked_alike["residual_depth"].dims, stacked_alike["norm"].dims) == (("residual",), ("run", "residual"))
+
     # At common depths, with xarray alone.
     norm = table["norm"].sel(model="deep").swap_dims(residual="residual_depth").interp(residual_depth=[0, 1 / 24, 1])
-    own = reports["deep"]["trajectory"].norm
-    np.testing.assert_allclose(norm.values, [own[0], (own[0] + own[1]) / 2, own[-1]])
+    norms = reports["deep"]["trajectory"].norm
+    np.testing.assert_allclose(norm.values, [norms[0], (norms[0] + norms[1]) / 2, norms[-1]])
 
 
 def test_rows_and_columns_have_the_depths_of_their_own_model():
@@ -107,6 +113,7 @@ def test_rows_and_columns_have_the_depths_of_their_own_model():
     values = torch.zeros(5, 3, dtype=torch.float64)
     matrix = LayerMatrix(values=values, layers=names, column_layers=names[:3], provenance=provenance())
     table = matrix.to_xarray()
+
     np.testing.assert_allclose(table["row_depth"], [0, 0.25, 0.5, 0.75, 1])
     np.testing.assert_allclose(table["column_depth"], [0, 0.5, 1])
 
@@ -118,9 +125,10 @@ def test_attributes_of_all_runs_are_kept_and_other_options_are_noticed():
     assert table.attrs["tokens"] == first["block_coupling"].provenance.tokens
     assert "weights_hash" not in table.attrs
     assert table["step"].values.tolist() == [0, 1]
-    other = lsim.analyze(tiny_llama(), tokens, lsim.BlockCoupling(k=2))
+
+    other_options = lsim.analyze(tiny_llama(), tokens, lsim.BlockCoupling(k=2))
     with pytest.warns(lsim.LayersimWarning, match=r"'block_coupling'.* k \(3, 2\)"):
-        lsim.stack({"a": first, "b": other})
+        lsim.stack({"a": first, "b": other_options})
 
 
 def test_what_cannot_be_stacked_is_refused():
@@ -142,6 +150,7 @@ def test_sites_that_no_run_has_together_are_in_the_order_of_their_blocks():
         at: lsim.analyze(tiny_llama(4), random_tokens(), lsim.Cosine(center="none"), at=list(at)) for at in ((0, 3), (1, 2))
     }
     table = lsim.stack({str(key): run for key, run in runs.items()})["cosine"]
+
     assert table["row"].values.tolist() == [f"blocks.{n}.hook_resid_post" for n in range(4)]
     with pytest.raises(lsim.LayersimError, match="CosineResult"):
         lsim.stack(
@@ -156,7 +165,7 @@ def test_a_table_survives_csv_and_json_and_headlines_have_plain_names(name, cls,
     report = lsim.Report({name: result})
     table = report.to_frame()
     assert len(table) == sum(
-        own.numel() for own in map(vars(result).get, result.tensor_fields()) if not bool(own.isnan().all())
+        tensor.numel() for tensor in map(vars(result).get, result.tensor_fields()) if not bool(tensor.isnan().all())
     )
     assert not table.duplicated([column for column in table if column != "value"]).any(), "labels tell all numbers apart"
 

@@ -98,15 +98,18 @@ def test_the_command_line_names_the_option_and_the_path(kind, tmp_path, monkeypa
         place.write_bytes(b"a text \xff\xfe\x00")
     option = "--data" if kind == "no text" else "--model"
     monkeypatch.setattr("sys.argv", ["tl-layersim", "report", option, str(place), "--out", str(tmp_path / "out")])
+
     with pytest.raises(SystemExit) as caught:
         main()
     assert caught.value.code == 2
+
     said = capsys.readouterr().err
     assert f"Error: `{option}`" in said
     assert str(place) in said
 
 
 def test_a_model_without_weights_is_measured():
-    model, data = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Tanh()), torch.randn(4, 3).abs()
-    found = lsim.analyze(model, data, lsim.Cosine(center="none"), at=["0", "1"])["cosine"]
-    torch.testing.assert_close(found.values[0, 1], torch.cosine_similarity(data, data.tanh()).double().mean())
+    model = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Tanh())
+    data = torch.randn(4, 3).abs()
+    result = lsim.analyze(model, data, lsim.Cosine(center="none"), at=["0", "1"])["cosine"]
+    torch.testing.assert_close(result.values[0, 1], torch.cosine_similarity(data, data.tanh()).double().mean())

@@ -22,12 +22,14 @@ FUNCTIONS = {"Similarity": {"function": max}}
 
 def numbers_of(cls) -> dict[str, set[type]]:
     """Fields that are numbers, and their types; tuples of numbers count as their numbers."""
-    found = {}
+    types_of_fields = {}
     for field, hint in get_type_hints(cls).items():
-        parts = {part for one in (get_args(hint) or (hint,)) for part in (get_args(one) or (one,)) if part in (int, float)}
-        if field in {one.name for one in fields(cls)} and parts:
-            found[field] = parts
-    return found
+        parts = set()
+        for member in get_args(hint) or (hint,):
+            parts |= {part for part in get_args(member) or (member,) if part in (int, float)}
+        if field in {declared.name for declared in fields(cls)} and parts:
+            types_of_fields[field] = parts
+    return types_of_fields
 
 
 OF_PACKAGES = (LogisticProbe, lsim.early_exit.ExitCosts, lsim.stitching.StitchTraining, lsim.training.Continuations)
@@ -43,16 +45,18 @@ CASES = [(name, field, kinds) for name, cls in SETTINGS.items() for field, kinds
 @pytest.mark.parametrize(("name", "field", "kinds"), CASES, ids=[f"{name}-{field}" for name, field, _ in CASES])
 def test_a_number_out_of_bounds_is_refused_by_name(name, field, kinds):
     cls = SETTINGS[name]
-    needed = [one.name for one in fields(cls) if one.init and one.default is MISSING]
-    required = {one: 1 if one in numbers_of(cls) else "" for one in needed} | FUNCTIONS.get(name, {})
+    needed = [declared.name for declared in fields(cls) if declared.init and declared.default is MISSING]
+    required = {setting: 1 if setting in numbers_of(cls) else "" for setting in needed} | FUNCTIONS.get(name, {})
     objective = {"objective": OBJECTIVES[field]} if name == "AlignedTraining" and field in OBJECTIVES else {}
     refused: list[float] = [-5]
     if float in kinds:
         refused += [-5.0, math.nan, -math.inf] + [math.inf] * (field not in LIMITS)
+
     for value in refused:
         with pytest.raises(lsim.LayersimError, match=f"`{field}`") as caught:
             cls(**required | objective | {field: value})
         assert str(value) in str(caught.value)
+
     if field in LIMITS:
         assert getattr(cls(**required | {field: math.inf}), field) == math.inf
 

@@ -12,8 +12,10 @@ from tl_layersim.lens import ExitHeads
 
 from ..models.tiny_models import random_tokens, tiny_llama
 
-IDS, PIXELS = random_tokens(2, 6), torch.randn(2, 3, 8, 8)
-EYE, HEADS = torch.eye(2), torch.zeros(2, 5, 3)
+IDS = random_tokens(2, 6)
+PIXELS = torch.randn(2, 3, 8, 8)
+EYE = torch.eye(2)
+HEADS = torch.zeros(2, 5, 3)
 # By case: the call, the argument, its shape (None for what is no tensor), and dimensions that are expected.
 CASES = {
     "ids of three dimensions": (lambda m: lsim.training.aligned_loss(m, IDS[None]), "tokens", (1, 2, 6), "batch pos"),

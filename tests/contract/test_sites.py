@@ -33,7 +33,8 @@ SOURCES = {
 }
 # Those of one model.
 ANALYZERS = {name: cls for name, cls in find_analyzers().items() if cls().needs.models != "two"}
-HEADS, KEY_HEADS = 4, {"llama": 2}
+HEADS = 4
+KEY_HEADS = {"llama": 2}
 each_model = pytest.mark.parametrize("name", MODELS)
 each_source = pytest.mark.parametrize("source", SOURCES)
 pytestmark = [
@@ -98,12 +99,14 @@ def heads_of(table) -> list[str]:
 @pytest.mark.light("llama", "bert")
 @each_model
 def test_axis_names_are_verified_by_hooks_of_the_test(name, data, tables):
-    model, table, mask = MODELS[name](), tables[name], data["attention_mask"]
+    model = MODELS[name]()
+    table = tables[name]
+    mask = data["attention_mask"]
     tensors = read_sites(model, table, data)
-    found = lsim.analyze(model, data, Projection(), at=everything(table))["projection"]
-    assert found.layers == tuple(table.name)
+    result = lsim.analyze(model, data, Projection(), at=everything(table))["projection"]
+    assert result.layers == tuple(table.name)
     expected = {site: project(tensor, mask) for site, tensor in tensors.items()}
-    np.testing.assert_allclose(found.values, [expected[site] for site in found.layers], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(result.values, [expected[site] for site in result.layers], rtol=1e-5, atol=1e-5)
     # No two names can be exchanged: only the input of a block has the number of another site, the output of the block before.
     assert len({round(value, 9) for value in expected.values()}) == len(expected) - 2
 
@@ -128,10 +131,10 @@ def test_every_source_reads_the_same_tensors_under_the_same_names(name, source, 
     assert list(table.heads) == list(tables[name].heads)
     for asked in ({"at": everything(table)}, {"at": list(HEAD_FAMILIES), "per_head": True}):
         expected = called(lsim.analyze, MODELS[name](), data, Projection(), **asked)["projection"]
-        found = called(lsim.analyze, model, data, Projection(), **asked, **options)["projection"]
-        assert found.layers == expected.layers
-        np.testing.assert_allclose(found.values, expected.values, rtol=2e-5, atol=2e-5)
-        assert found.provenance.data == expected.provenance.data
+        result = called(lsim.analyze, model, data, Projection(), **asked, **options)["projection"]
+        assert result.layers == expected.layers
+        np.testing.assert_allclose(result.values, expected.values, rtol=2e-5, atol=2e-5)
+        assert result.provenance.data == expected.provenance.data
 
 
 def opened(name, source, tmp_path):
@@ -189,12 +192,13 @@ def answers(data, tables, usable):
 
     @functools.cache
     def of_model(name: str) -> dict[str, lsim.Report]:
-        model, families = MODELS[name](), everything(tables[name])
-        found = {}
-        for one in families:
-            taking = [ANALYZERS[key]() for key in usable(name) if takes(ANALYZERS[key], families, one)]
-            found[one] = lsim.analyze(model, data, taking, at=one)
-        return found
+        model = MODELS[name]()
+        families = everything(tables[name])
+        reports = {}
+        for family in families:
+            taking = [ANALYZERS[key]() for key in usable(name) if takes(ANALYZERS[key], families, family)]
+            reports[family] = lsim.analyze(model, data, taking, at=family)
+        return reports
 
     return of_model
 
@@ -203,22 +207,25 @@ def answers(data, tables, usable):
 @each_model
 @pytest.mark.parametrize("key", ANALYZERS)
 def test_an_analyzer_takes_a_family_or_refuses_it_by_name(name, key, data, tables, answers, usable):
-    model, table, cls = MODELS[name](), tables[name], ANALYZERS[key]
-    families, refused = everything(table), key not in usable(name)
-    for one in SITE_NAMES:
-        if takes(cls, families, one) and not refused:
-            result = answers(name).get(one, lsim.Report({})).get(key) or lsim.analyze(model, data, cls(), at=one)[key]
+    model = MODELS[name]()
+    table = tables[name]
+    cls = ANALYZERS[key]
+    families = everything(table)
+    refused = key not in usable(name)
+    for family in SITE_NAMES:
+        if takes(cls, families, family) and not refused:
+            result = answers(name).get(family, lsim.Report({})).get(key) or lsim.analyze(model, data, cls(), at=family)[key]
             assert repr(result)
-            own = tuple(table.name[table.family == one])
+            names_of_family = tuple(table.name[table.family == family])
             if reads_any_site(cls):
-                first = tuple(table.name)[:1] if one == "resid_post" else ()
-                assert result.layers == first + own
-                assert result.provenance.options["at"] == one
+                first = tuple(table.name)[:1] if family == "resid_post" else ()
+                assert result.layers == first + names_of_family
+                assert result.provenance.options["at"] == family
             continue
         with pytest.raises(lsim.LayersimError) as error:
-            lsim.analyze(model, data, cls(), at=one)
+            lsim.analyze(model, data, cls(), at=family)
         assert "`at`" in str(error.value) or refused, str(error.value)
-        if one not in families and reads_any_site(cls):
+        if family not in families and reads_any_site(cls):
             assert families[0] in str(error.value), "the refusal lists what the model has"
 
 
@@ -229,16 +236,18 @@ def test_every_analyzer_gives_one_answer_at_every_source(name, source, data, ans
     model, options = opened(name, source, tmp_path)
     asked_of_all = taken(model, data, answers(name)["resid_post"], **options)
     # What differs between families is compared above, for each source.
-    for one in ("resid_post", "z", "mlp_post"):
-        expected = answers(name)[one]
+    for family in ("resid_post", "z", "mlp_post"):
+        expected = answers(name)[family]
         # Analyzers with families of their own read the same at all.
         asked = [
-            ANALYZERS[key]() for key in asked_of_all if key in expected and (one == "z" or not ANALYZERS[key]().needs.families)
+            ANALYZERS[key]()
+            for key in asked_of_all
+            if key in expected and (family == "z" or not ANALYZERS[key]().needs.families)
         ]
-        found = called(lsim.analyze, model, data, asked, at=one, **options)
-        for key, result in found.items():
+        report = called(lsim.analyze, model, data, asked, at=family, **options)
+        for key, result in report.items():
             assert result.layers == expected[key].layers
-            np.testing.assert_allclose(result.values, expected[key].values, rtol=1e-4, atol=1e-4, err_msg=f"{key} at {one}")
+            np.testing.assert_allclose(result.values, expected[key].values, rtol=1e-4, atol=1e-4, err_msg=f"{key} at {family}")
 
 
 @pytest.mark.light("NNsight", "NNsight remote=local", "TransformerBridge", "NNsight(TransformerBridge)")
@@ -252,6 +261,7 @@ def test_every_source_refuses_what_the_model_lacks(source, data, tmp_path):
             continue
         with pytest.raises(lsim.LayersimError, match="`at`"):
             called(lsim.analyze, model, data, cls(), at=lacking, **options)
+
     with pytest.raises(lsim.LayersimError, match=r"`per_head`.*True.*attn_out.*q, k, v, z"):
         called(lsim.analyze, model, data, "cka", at="attn_out", per_head=True, **options)
 
@@ -278,15 +288,18 @@ def test_a_mislabelled_hook_point_is_caught_on_the_first_row(source, wrong, data
 
     def mislabelled(*args):
         """Block 1's site is read at block 0."""
-        known = plain(*args)
-        places = {site.block: site.point for site in known.sites if site.family == wrong}
+        site_map = plain(*args)
+        places = {site.block: site.point for site in site_map.sites if site.family == wrong}
 
         def moved(point):
             return replace(places[0], name=point.name) if point.name == places[1].name else point
 
-        sites = tuple(replace(site, point=moved(site.point)) for site in known.sites)
-        sums = tuple(replace(one, total=moved(one.total), terms=tuple(map(moved, one.terms))) for one in known.sums)
-        return replace(known, sites=sites, sums=sums)
+        sites = tuple(replace(site, point=moved(site.point)) for site in site_map.sites)
+        sums = tuple(
+            replace(site_sum, total=moved(site_sum.total), terms=tuple(map(moved, site_sum.terms)))
+            for site_sum in site_map.sums
+        )
+        return replace(site_map, sites=sites, sums=sums)
 
     model, options = SOURCES_HERE[source](tiny_llama)
     called(lsim.analyze, model, data, Projection(), at=wrong, **options)

@@ -26,8 +26,8 @@ every_objective = pytest.mark.parametrize("name", NAMES)
 
 def settings_of(name: str, **options) -> lsim.AlignedTraining:
     """Settings under which all terms of an objective are at work: its own numbers are 0.5, as far as they are numbers."""
-    own = [f for f in fields(lsim.AlignedTraining) if f.name in OBJECTIVES.named(name).own_settings]
-    numbers = {f.name: 0.5 for f in own if isinstance(f.default, float)}
+    own_settings = [f for f in fields(lsim.AlignedTraining) if f.name in OBJECTIVES.named(name).own_settings]
+    numbers = {f.name: 0.5 for f in own_settings if isinstance(f.default, float)}
     return lsim.AlignedTraining(**{"objective": name, "schedule": "always", "steps": 6, "lr": 1e-2, **numbers, **options})
 
 
@@ -65,8 +65,9 @@ def test_gradients_reach_all_that_is_trained(name):
     objective = opened(name)
     for step in range(3):
         objective(batch_of(random_tokens(3, 9)), step).backward()
-    own = set(objective.trained_parameters()) - {f"module.{key}" for key, _ in objective.module.named_parameters()}
-    assert bool(own) == objective.has_own_parameters
+    own_parameters = set(objective.trained_parameters()) - {f"module.{key}" for key, _ in objective.module.named_parameters()}
+
+    assert bool(own_parameters) == objective.has_own_parameters
     for key, parameter in objective.trained_parameters().items():
         assert parameter.grad is not None, key
         assert bool(parameter.grad.isfinite().all()), key
@@ -80,6 +81,7 @@ def test_parameters_without_gradient_stay_as_they_are(name):
         parameter.requires_grad_(False)
     objective = opened(name, model)
     objective(batch_of(random_tokens(3, 9)), 1).backward()
+
     assert not any("embed_tokens" in key for key in objective.trained_parameters())
     assert model.model.embed_tokens.weight.grad is None
 
@@ -90,12 +92,15 @@ def test_padding_changes_nothing(name):
     # Another seed: what stands at padded positions must not matter.
     padded = torch.cat([tokens, random_tokens(3, 4, seed=1)], 1)
     attended = torch.arange(10).expand(3, 10) < 6
-    plain, wide = opened(name), opened(name)
+    plain = opened(name)
+    wide = opened(name)
     for step in range(2):
-        loss, padded_loss = plain(batch_of(tokens), step), wide(batch_of(padded, attended), step)
+        loss = plain(batch_of(tokens), step)
+        padded_loss = wide(batch_of(padded, attended), step)
         torch.testing.assert_close(padded_loss, loss, rtol=1e-9, atol=0)
         loss.backward()
         padded_loss.backward()
+
     for a, b in zip(plain.trained_parameters().values(), wide.trained_parameters().values(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-7, atol=1e-10)
     torch.testing.assert_close(plain.evaluate(batch_of(tokens)), wide.evaluate(batch_of(padded, attended)), rtol=1e-6, atol=0)
@@ -103,10 +108,13 @@ def test_padding_changes_nothing(name):
 
 @every_objective
 def test_evaluation_has_a_row_of_sums_for_each_layer(name):
-    objective, tokens = opened(name), random_tokens(6, 9)
+    objective = opened(name)
+    tokens = random_tokens(6, 9)
+
     with eval_mode(objective.module):
         whole = objective.evaluate(batch_of(tokens))
         parts = sum(objective.evaluate(batch_of(rows)) for rows in tokens.split([1, 5]))
+
     assert whole.shape == (3, 3)
     assert whole.dtype == torch.float64
     assert whole[2].tolist() == [48] * 3
@@ -117,10 +125,13 @@ def test_evaluation_has_a_row_of_sums_for_each_layer(name):
 @pytest.mark.light("aligned", "standard")
 @every_objective
 def test_a_resumed_training_has_the_same_bits(name, tmp_path, monkeypatch):
-    training, data = settings_of(name, schedule="alternating", eval_every=4), random_tokens(12, 6)
-    expected_model, resumed_model = dropping(tiny_gpt2()), dropping(tiny_gpt2())
+    training = settings_of(name, schedule="alternating", eval_every=4)
+    data = random_tokens(12, 6)
+    expected_model = dropping(tiny_gpt2())
+    resumed_model = dropping(tiny_gpt2())
     expected = lsim.finetune_aligned(expected_model, lsim.Data(data, batch_size=2), training)
-    plain, path = Objective.forward, tmp_path / "run"
+    plain = Objective.forward
+    path = tmp_path / "run"
 
     def interrupted(self, batch, step, run=None):
         if step == 3:
@@ -143,7 +154,8 @@ def test_a_resumed_training_has_the_same_bits(name, tmp_path, monkeypatch):
 
 @every_objective
 def test_mixed_precision_is_finite_and_near_float32(name):
-    tokens, losses = random_tokens(4, 9), []
+    tokens = random_tokens(4, 9)
+    losses = []
     for enabled in (False, True):
         objective = opened(name, tiny_llama())
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
@@ -151,6 +163,7 @@ def test_mixed_precision_is_finite_and_near_float32(name):
         loss.backward()
         assert all(bool(p.grad.isfinite().all()) for p in objective.trained_parameters().values())
         losses.append(loss.detach())
+
     assert all(bool(loss.isfinite()) for loss in losses)
     torch.testing.assert_close(losses[1].float(), losses[0].float(), rtol=0.05, atol=0.05)
 
@@ -205,11 +218,14 @@ def new_objective(tmp_path, monkeypatch):
 
 
 def test_an_objective_is_added_by_one_file(new_objective, tmp_path):
-    model, tokens = tiny_llama().double(), random_tokens(12, 6)
+    model = tiny_llama().double()
+    tokens = random_tokens(12, 6)
     training = lsim.AlignedTraining(objective=new_objective, steps=6, lr=1e-2, schedule="always", save_to=tmp_path / "model")
     result = lsim.finetune_aligned(model, lsim.Data(tokens, batch_size=4), training)
+
     assert result.loss[-1] < result.loss[0]
     assert result.provenance.options["objective"] == new_objective
+
     lsim.AlignedTraining(objective=new_objective)
     with pytest.raises(lsim.LayersimError, match=r"\bsmall\b"):
         lsim.AlignedTraining(objective="smal")

@@ -20,7 +20,8 @@ from tl_layersim.core.sums import DataBlock, Sums, SumTree
 BINS = 400
 WIDTH = 8
 # Of the variance of a token, the part that its document shares, and the correlation of neighbours in the rest.
-SHARED, NEIGHBOURS = 0.3, 0.6
+SHARED = 0.3
+NEIGHBOURS = 0.6
 
 
 def mean(sums: Sums) -> Tensor:
@@ -51,15 +52,15 @@ def lengths_of(batches: int, documents: int, unequal: bool) -> list[list[int]]:
     """Numbers of tokens of the documents of each batch: all 40, or between 8 and 120, most of them short."""
     generator = torch.Generator().manual_seed(batches)
     drawn = 8 + 112 * torch.rand(batches, documents, generator=generator) ** 2
-    return [[int(one) if unequal else 40 for one in row] for row in drawn]
+    return [[int(length) if unequal else 40 for length in row] for row in drawn]
 
 
 def document(length: int, simulations: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Activations of the tokens of a document at two sites, each `simulation token dimension`."""
-    shared, own, noise = (torch.randn(simulations, n, WIDTH, generator=generator) for n in (2, length, length))
+    shared, signal, noise = (torch.randn(simulations, n, WIDTH, generator=generator) for n in (2, length, length))
     for token in range(1, length):
-        own[:, token] = NEIGHBOURS * own[:, token - 1] + math.sqrt(1 - NEIGHBOURS**2) * own[:, token]
-    x = math.sqrt(SHARED) * shared[:, :1] + math.sqrt(1 - SHARED) * own
+        signal[:, token] = NEIGHBOURS * signal[:, token - 1] + math.sqrt(1 - NEIGHBOURS**2) * signal[:, token]
+    x = math.sqrt(SHARED) * shared[:, :1] + math.sqrt(1 - SHARED) * signal
     y = 0.6 * x + 0.5 * shared[:, 1:] + 0.6 * noise + 0.3 * x.square()
     return x + 0.5, y
 
@@ -104,22 +105,23 @@ def coverage(lengths: list[list[int]], simulations: int, seed: int, level: float
     for batch in lengths:
         sums = batch_sums([document(length, simulations, generator) for length in batch])
         blocks = blocks.add(DataBlock(1, int(sums["tokens"]), {"sums": sums}))
-    each = [block.sums["sums"] for block in blocks.blocks()]
-    total = sum(each, Sums())
-    pooled = Sums({name: one.double().sum(0, keepdim=True) for name, one in total.fields.items() if name != "tokens"})
+    sums_of_blocks = [block.sums["sums"] for block in blocks.blocks()]
+    total = sum(sums_of_blocks, Sums())
+    pooled = Sums({name: values.double().sum(0, keepdim=True) for name, values in total.fields.items() if name != "tokens"})
     pooled = Sums({**pooled.fields, "tokens": total["tokens"] * simulations})
-    rest = list(leave_one_out(each, Sums.__add__))
+    without_block = list(leave_one_out(sums_of_blocks, Sums.__add__))
     out = {}
     for name, statistic in STATISTICS.items():
-        value, truth = statistic(total), statistic(pooled)
-        replicates = torch.stack([statistic(one) for one in rest])
+        value = statistic(total)
+        truth = statistic(pooled)
+        replicates = torch.stack([statistic(sums) for sums in without_block])
         error = standard_error(value, replicates)
-        found = t_interval(value, error, degrees_of_freedom(value, replicates), level)
+        interval = t_interval(value, error, degrees_of_freedom(value, replicates), level)
         out[name] = {
-            "coverage": _contained(found.low, found.high, truth),
+            "coverage": _contained(interval.low, interval.high, truth),
             "naive": _contained(*_naive(name, total, level), truth),
             "ratio": float(error.mean() / value.std()),
-            "blocks": len(each),
+            "blocks": len(sums_of_blocks),
         }
     return out
 
@@ -130,7 +132,8 @@ def _contained(low: Tensor, high: Tensor, truth: Tensor) -> float:
 
 def _naive(name: str, sums: Sums, level: float) -> tuple[Tensor, Tensor]:
     """The ends of the interval that takes tokens for independent: of a mean, or between order statistics of a quantile."""
-    z, count = float(norm.ppf(0.5 + level / 2)), int(sums["tokens"])
+    z = float(norm.ppf(0.5 + level / 2))
+    count = int(sums["tokens"])
     if name == "mean":
         middle = mean(sums)
         margin = z * ((sums["square"] / count - middle**2) / count).sqrt()

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from tl_layersim.core.intervals import UNBOUNDED, Uncertainty, neighbour_correlation, t_interval
 
-BLOCKS, TEXTS, TOKENS = 16, 256, 40
+BLOCKS = 16
+TEXTS = 256
+TOKENS = 40
 
 
 class Coverage(NamedTuple):
@@ -24,8 +26,8 @@ class Coverage(NamedTuple):
 
 def fractions(rate: float, simulations: int, texts: int = TEXTS) -> Tensor:
     """Events in each text of 40 tokens, `simulation text`: each text has a rate of its own."""
-    own = torch.distributions.Beta(20 * rate, 20 * (1 - rate)).sample((simulations, texts)).double()
-    return torch.distributions.Binomial(TOKENS, own).sample()
+    rates = torch.distributions.Beta(20 * rate, 20 * (1 - rate)).sample((simulations, texts)).double()
+    return torch.distributions.Binomial(TOKENS, rates).sample()
 
 
 def drifting(rho: float, simulations: int, texts: int) -> Tensor:
@@ -41,16 +43,18 @@ def covered(
 ) -> Coverage:
     """The coverage of 95 % intervals of a ratio of sums over texts, `simulation text`; `events` for fractions."""
     a, b = (x.expand(numerator.shape).unflatten(1, (BLOCKS, -1)).sum(2).T for x in (numerator, denominator))
-    value, replicates = a.sum(0) / b.sum(0), (a.sum(0) - a) / (b.sum(0) - b)
+    value = a.sum(0) / b.sum(0)
+    replicates = (a.sum(0) - a) / (b.sum(0) - b)
     error, degrees, skewness = Uncertainty.of(value, replicates)
     every = torch.full_like(value, BLOCKS - 1)
     now = t_interval(value, error, degrees, 0.95, within, skewness=skewness)
     if events:
-        rows, none = float(numerator.shape[1]), value == 0
+        rows = float(numerator.shape[1])
+        none = value == 0
         wilson = t_interval(value[none], error[none], degrees[none], 0.95, within, (rows, rows))
         now = now._replace(high=now.high.masked_scatter(none, wilson.high))
     plain = t_interval(value, error, every, 0.95)
-    shares = [float(((one.low <= truth) & (truth <= one.high)).double().mean()) for one in (now, plain)]
+    shares = [float(((interval.low <= truth) & (truth <= interval.high)).double().mean()) for interval in (now, plain)]
     return Coverage(*shares, float((neighbour_correlation(replicates) > 0.4).double().mean()))
 
 
@@ -105,10 +109,11 @@ def _rate_by_length(texts: int) -> Callable[[int], Coverage]:
     """Fractions whose rate in a text of n tokens is n / (n + 40)."""
 
     def simulate(simulations: int) -> Coverage:
-        many, length = _lengths(2000, 1000), _lengths(texts, simulations)
+        many = _lengths(2000, 1000)
+        length = _lengths(texts, simulations)
         rate = length / (length + 40)
-        own = torch.distributions.Beta(20 * rate, 20 * (1 - rate)).sample()
-        events = torch.distributions.Binomial(length, own).sample()
+        rates = torch.distributions.Beta(20 * rate, 20 * (1 - rate)).sample()
+        events = torch.distributions.Binomial(length, rates).sample()
         truth = float((many.square() / (many + 40)).sum() / many.sum())
         return covered(events, length, truth, (0, 1))
 

@@ -40,10 +40,10 @@ class SmallHub:
         files = self.repos[name][revision]
         return hashlib.sha1(b"".join(key.encode() + files[key] for key in sorted(files))).hexdigest()
 
-    def revision(self, name, given):
+    def revision(self, name, name_or_commit):
         """The branch that a branch or commit names; None for another."""
-        branches = [own for own in self.repos[name] if own != "private"]
-        return next((own for own in branches if given in (own, self.commit_of(name, own))), None)
+        branches = [branch for branch in self.repos[name] if branch != "private"]
+        return next((branch for branch in branches if name_or_commit in (branch, self.commit_of(name, branch))), None)
 
 
 def _handler(hub: SmallHub) -> type[BaseHTTPRequestHandler]:
@@ -63,32 +63,32 @@ def _handler(hub: SmallHub) -> type[BaseHTTPRequestHandler]:
             if path == "/api/validate-yaml":
                 assert json.loads(body)["repoType"] == "dataset"
                 return self._answer(200, {"errors": [], "warnings": []})
-            if found := re.fullmatch(r"/lfs/([0-9a-f]{64})", path):
-                hub.stored[found[1]] = body
+            if route := re.fullmatch(r"/lfs/([0-9a-f]{64})", path):
+                hub.stored[route[1]] = body
                 return self._answer(200, {})
-            if found := re.fullmatch(r"/(?:api/)?datasets/([\w.-]+/[\w.-]+?)(?:\.git)?(/.*)?", path):
-                return self._repository(found[1], found[2] or "", token, body)
+            if route := re.fullmatch(r"/(?:api/)?datasets/([\w.-]+/[\w.-]+?)(?:\.git)?(/.*)?", path):
+                return self._repository(route[1], route[2] or "", token, body)
             return self._answer(404, {}, "EntryNotFound")
 
         do_GET = do_HEAD = do_POST = do_PUT = _serve
 
-        def _create(self, wanted, token):
+        def _create(self, request, token):
             if token != TOKEN:
                 return self._answer(401, {"error": "Invalid username or password."})
             if not hub.can_write:
                 return self._answer(403, {"error": "You don't have the rights to create a dataset under this namespace"})
-            assert wanted["type"] == "dataset"
-            name = f"{wanted.get('organization') or 'me'}/{wanted['name']}"
+            assert request["type"] == "dataset"
+            name = f"{request.get('organization') or 'me'}/{request['name']}"
             exists = name in hub.repos
-            hub.make(name, wanted.get("visibility") == "private" or wanted.get("private", False))
+            hub.make(name, request.get("visibility") == "private" or request.get("private", False))
             url = f"{hub.url}/datasets/{name}"
             return self._answer(409 if exists else 200, {"url": url, "error": "You already created this dataset repo"})
 
-        def _repository(self, name, rest, token, body):
+        def _repository(self, name, subpath, token, body):
             if name not in hub.repos or (hub.repos[name]["private"] and token != TOKEN):
                 return self._answer(404 if token == TOKEN else 401, {"error": "Repository not found"}, "RepoNotFound")
-            if rest in ("", "/revision/main"):
-                names = [{"rfilename": own} for own in hub.repos[name]["main"]]
+            if subpath in ("", "/revision/main"):
+                names = [{"rfilename": entry} for entry in hub.repos[name]["main"]]
                 about = {
                     "id": name,
                     "private": hub.repos[name]["private"],
@@ -96,7 +96,7 @@ def _handler(hub: SmallHub) -> type[BaseHTTPRequestHandler]:
                     "siblings": names,
                 }
                 return self._answer(200, {**about, "tags": [], "downloads": 0, "likes": 0})
-            kind, _, further = rest[1:].partition("/")
+            kind, _, further = subpath[1:].partition("/")
             if self.command == "POST" and (token != TOKEN or not hub.can_write):
                 return self._answer(401 if token != TOKEN else 403, {"error": "You have no write access"})
             if kind == "branch":
@@ -105,16 +105,16 @@ def _handler(hub: SmallHub) -> type[BaseHTTPRequestHandler]:
                 return self._answer(409 if exists else 200, {"error": "Reference already exists"})
             if kind == "preupload":
                 modes = {
-                    own["path"]: "lfs" if own["path"].endswith(".safetensors") else "regular"
-                    for own in json.loads(body)["files"]
+                    entry["path"]: "lfs" if entry["path"].endswith(".safetensors") else "regular"
+                    for entry in json.loads(body)["files"]
                 }
                 return self._answer(
                     200, {"files": [{"path": p, "uploadMode": m, "shouldIgnore": False} for p, m in modes.items()]}
                 )
             if kind == "info":
                 objects = json.loads(body)["objects"]
-                each = [{**own, "actions": {"upload": {"href": f"{hub.url}/lfs/{own['oid']}"}}} for own in objects]
-                return self._answer(200, {"transfer": "basic", "objects": each}, kind="application/vnd.git-lfs+json")
+                uploads = [{**entry, "actions": {"upload": {"href": f"{hub.url}/lfs/{entry['oid']}"}}} for entry in objects]
+                return self._answer(200, {"transfer": "basic", "objects": uploads}, kind="application/vnd.git-lfs+json")
             if kind == "commit":
                 return self._commit(name, further, body)
             if kind == "tree":
@@ -122,8 +122,8 @@ def _handler(hub: SmallHub) -> type[BaseHTTPRequestHandler]:
                     200,
                     [{"type": "file", "path": p, "oid": "0" * 40, "size": len(b)} for p, b in hub.repos[name]["main"].items()],
                 )
-            given, _, file = further.partition("/")
-            revision = hub.revision(name, given)
+            revision_name, _, file = further.partition("/")
+            revision = hub.revision(name, revision_name)
             if kind != "resolve" or revision is None:
                 return self._answer(404, {"error": "Revision not found"}, "RevisionNotFound")
             if file not in hub.repos[name][revision]:
@@ -133,19 +133,19 @@ def _handler(hub: SmallHub) -> type[BaseHTTPRequestHandler]:
         def _commit(self, name, revision, body):
             files = hub.repos[name][revision]
             for line in map(json.loads, body.splitlines()):
-                own = line["value"]
+                entry = line["value"]
                 if line["key"] == "file":
-                    files[own["path"]] = base64.b64decode(own["content"])
+                    files[entry["path"]] = base64.b64decode(entry["content"])
                 elif line["key"] == "lfsFile":
-                    files[own["path"]] = hub.stored[own["oid"]]
+                    files[entry["path"]] = hub.stored[entry["oid"]]
             number = hub.commit_of(name, revision)
             url = f"{hub.url}/datasets/{name}/commit/{number}"
             return self._answer(200, {"success": True, "commitUrl": url, "commitOid": number})
 
         def _answer(self, status, content, code="", kind="application/json"):
-            more = {"X-Error-Code": code} if code else {}
+            code_header = {"X-Error-Code": code} if code else {}
             error = {"X-Error-Message": content["error"]} if status >= 400 and "error" in content else {}
-            return self._send(status, json.dumps(content).encode(), {"Content-Type": kind, **more, **error})
+            return self._send(status, json.dumps(content).encode(), {"Content-Type": kind, **code_header, **error})
 
         def _send(self, status, body, headers):
             self.send_response(status)

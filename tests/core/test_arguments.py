@@ -25,12 +25,14 @@ def test_a_wrong_item_of_a_list_is_named_without_the_other_arguments(name, value
     # beartype colours its messages in a terminal.
     monkeypatch.setattr(sys.stdout, "isatty", lambda: in_a_terminal, raising=False)
     # Types of items are checked at one random item.
-    model, said = tiny_llama(), set()
+    model = tiny_llama()
+    said = set()
     for _ in range(40):
         try:
             call(model, **{name: value})
         except lsim.LayersimError as error:
             said.add(str(error))
     [text] = said
+
     assert text.startswith(f"`{name}` of call is {value}")
     assert len(text) < 120

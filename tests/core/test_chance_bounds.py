@@ -16,7 +16,8 @@ from tl_layersim.analyzers.task_metrics import TaskMetricsResult
 
 from ..inputs.views import provenance
 
-BLOCKS, TEXTS = 16, 64
+BLOCKS = 16
+TEXTS = 64
 # Student's t of 15 degrees instead of the normal quantile.
 T = 2.131449545559323
 LAYERS = ("blocks.0.hook_resid_pre", *(f"blocks.{i}.hook_resid_post" for i in range(3)))
@@ -53,16 +54,18 @@ def saturation(blocks: list[list[int]]) -> SaturationResult:
             provenance=about(int(counts.sum())),
         )
 
-    each = torch.tensor(blocks).double()
-    rest = tuple(result(each.sum(0) - one) for one in each)
-    return dataclasses.replace(result(each.sum(0)), replicates=rest, block_tokens=(1,) * len(blocks))
+    counts_of_blocks = torch.tensor(blocks).double()
+    replicates = tuple(result(counts_of_blocks.sum(0) - block) for block in counts_of_blocks)
+    return dataclasses.replace(result(counts_of_blocks.sum(0)), replicates=replicates, block_tokens=(1,) * len(blocks))
 
 
 def test_a_count_is_its_total_times_the_interval_of_the_fraction():
     # No token saturates at block 0, and half of 48 tokens a block at each of the others.
-    found = saturation([[0, 24 + j % 3, 24 - j % 3] for j in range(BLOCKS)])
+    measured = saturation([[0, 24 + j % 3, 24 - j % 3] for j in range(BLOCKS)])
     total = BLOCKS * 48
-    counts, cumulative = found.interval("values"), found.interval("cumulative")
+    counts = measured.interval("values")
+    cumulative = measured.interval("cumulative")
+
     assert (float(counts.low[0]), float(counts.value[0])) == (0.0, 0.0)
     # The others are worth more than 64 independent samples.
     assert float(counts.high[0]) == pytest.approx(total * width(TEXTS), rel=1e-9)
@@ -75,25 +78,28 @@ def test_a_count_is_its_total_times_the_interval_of_the_fraction():
 
 
 def test_all_tokens_may_saturate_early_by_chance():
-    found = saturation([[24, 24, 0]] * BLOCKS)
-    cumulative, early = found.interval("cumulative"), found.interval("early_share")
+    measured = saturation([[24, 24, 0]] * BLOCKS)
+    cumulative = measured.interval("cumulative")
+    early = measured.interval("early_share")
+
     assert float(cumulative.low[1]) == pytest.approx(1 - width(TEXTS), rel=1e-9)
     assert float(early.low) == pytest.approx(1 - width(TEXTS), rel=1e-9)
-    assert float(found.interval("values").high[2]) == pytest.approx(BLOCKS * 48 * width(TEXTS), rel=1e-9)
+    assert float(measured.interval("values").high[2]) == pytest.approx(BLOCKS * 48 * width(TEXTS), rel=1e-9)
 
 
 def test_entries_that_are_worth_less_than_the_texts_bound_a_count():
     # Blocks of the data are of one kind, so 64 texts are worth about 16.
-    found = saturation([[0, 48 * (j % 2), 48 - 48 * (j % 2)] for j in range(BLOCKS)])
-    error = float(found.interval("cumulative").error[1])
+    measured = saturation([[0, 48 * (j % 2), 48 - 48 * (j % 2)] for j in range(BLOCKS)])
+    error = float(measured.interval("cumulative").error[1])
     worth = 0.25 / error**2
+
     assert worth < TEXTS / 3
-    assert float(found.interval("cumulative").high[0]) == pytest.approx(width(worth), rel=1e-9)
-    assert float(found.interval("values").high[0]) == pytest.approx(BLOCKS * 48 * width(worth), rel=1e-9)
+    assert float(measured.interval("cumulative").high[0]) == pytest.approx(width(worth), rel=1e-9)
+    assert float(measured.interval("values").high[0]) == pytest.approx(BLOCKS * 48 * width(worth), rel=1e-9)
 
 
 def test_the_counts_of_each_threshold_have_a_total_of_their_own():
-    each = [torch.tensor([[[0.0, 12, 12], [0, 0, 24]], [[0.0, 12, 12], [0, 0, 24]]]).double() for _ in range(BLOCKS)]
+    counts = [torch.tensor([[[0.0, 12, 12], [0, 0, 24]], [[0.0, 12, 12], [0, 0, 24]]]).double() for _ in range(BLOCKS)]
 
     def result(parts: torch.Tensor) -> ExitCurveResult:
         halves = torch.ones(2, 2).double()
@@ -115,19 +121,19 @@ def test_the_counts_of_each_threshold_have_a_total_of_their_own():
             provenance=about(int(parts[:, 0].sum())),
         )
 
-    total = torch.stack(each).sum(0)
-    found = dataclasses.replace(
-        result(total), replicates=tuple(result(total - one) for one in each), block_tokens=(1,) * BLOCKS
+    total = torch.stack(counts).sum(0)
+    measured = dataclasses.replace(
+        result(total), replicates=tuple(result(total - block) for block in counts), block_tokens=(1,) * BLOCKS
     )
-    exits = found.interval("exits")
+    exits = measured.interval("exits")
     tokens = BLOCKS * 48
     assert float(exits.high[0, 0]) == pytest.approx(tokens * width(TEXTS), rel=1e-9)
     # At threshold 1 all blocks run by definition.
     assert exits.low[1].tolist() == exits.high[1].tolist() == [0, 0, tokens]
-    agreement = found.interval("agreement")
+    agreement = measured.interval("agreement")
     assert agreement.low.tolist() == [pytest.approx(1 - width(TEXTS), rel=1e-9), 1.0]
     # Half of the texts are in each half.
-    halves = found.interval("part_accuracy")
+    halves = measured.interval("part_accuracy")
     assert float(halves.low[0, 0]) == pytest.approx(1 - width(TEXTS / 2), rel=1e-9)
 
 
@@ -146,21 +152,22 @@ def test_the_f1_of_a_rare_class_rests_on_the_texts_of_that_class():
             provenance=about(64),
         )
 
-    found = dataclasses.replace(result(), replicates=(result(),) * BLOCKS, block_tokens=(1,) * BLOCKS)
-    each = found.interval("f1_by_class")
+    measured = dataclasses.replace(result(), replicates=(result(),) * BLOCKS, block_tokens=(1,) * BLOCKS)
+    by_class = measured.interval("f1_by_class")
     # J of no right prediction among 3, and F1 = 2 J / (1 + J).
     jaccard = width(3)
-    assert float(each.high[1, 0]) == pytest.approx(2 * jaccard / (1 + jaccard), rel=1e-9)
-    assert float(found.interval("mcc").low) == pytest.approx(1 - 2 * width(TEXTS), rel=1e-9)
+    assert float(by_class.high[1, 0]) == pytest.approx(2 * jaccard / (1 + jaccard), rel=1e-9)
+    assert float(measured.interval("mcc").low) == pytest.approx(1 - 2 * width(TEXTS), rel=1e-9)
 
 
 def test_two_fractions_at_one_bound_differ_by_no_more_than_wilsons_interval():
     first = saturation([[0, 24, 24]] * BLOCKS)
     second = saturation([[0, 20 + j % 5, 28 - j % 5] for j in range(BLOCKS)])
-    found = lsim.difference(first, second)["cumulative"]
-    low, value, high, p = (float(found[0].sel(statistic=name)) for name in ("low", "difference", "high", "p_value"))
+    difference = lsim.difference(first, second)["cumulative"]
+    low, value, high, p = (float(difference[0].sel(statistic=name)) for name in ("low", "difference", "high", "p_value"))
+
     assert value == 0
     assert high == -low == pytest.approx(width(TEXTS), rel=1e-6)
     assert p == pytest.approx(1.0)
     # The last layer is at 1 by definition.
-    assert float(found[2].sel(statistic="high")) == 0
+    assert float(difference[2].sel(statistic="high")) == 0

@@ -26,12 +26,14 @@ def end_of_header(blob: bytes) -> int:
 
 def test_a_flipped_bit_in_a_result_is_refused(tmp_path):
     blob = load(FILES / "report.safetensors").save(tmp_path / "x").read_bytes()
-    rng, path = random.Random(0), tmp_path / "y"
+    rng = random.Random(0)
+    path = tmp_path / "y"
     for number in range(60):
         path.write_bytes(flipped(blob, rng, end_of_header(blob) if number % 2 else 0))
         with pytest.raises(lsim.LayersimError):
             lsim.load(path)
     path.write_bytes(flipped(blob, rng, end_of_header(blob)))
+
     with pytest.raises(lsim.LayersimError, match=r"/y .*checksum"):
         lsim.load(path)
 
@@ -41,7 +43,9 @@ def test_a_flipped_bit_in_a_checkpoint_is_refused(name, tmp_path):
     header, tensors = file_format.read(FILES / name, KINDS)
     path = file_format.write(tmp_path / "x", header["kind"], header | {"format": file_format.FORMAT}, tensors)
     assert read_checkpoint(path)
-    blob, rng = path.read_bytes(), random.Random(1)
+
+    blob = path.read_bytes()
+    rng = random.Random(1)
     for number in range(20):
         path.write_bytes(flipped(blob, rng, end_of_header(blob) if number % 2 else 0))
         with pytest.raises(lsim.LayersimError):
@@ -49,10 +53,13 @@ def test_a_flipped_bit_in_a_checkpoint_is_refused(name, tmp_path):
 
 
 def test_no_run_goes_on_from_a_checkpoint_with_a_flipped_bit(tmp_path):
-    path, model, data = tmp_path / "run", tiny_llama(), random_tokens()
+    path = tmp_path / "run"
+    model = tiny_llama()
+    data = random_tokens()
     lsim.analyze(model, data, "cka", checkpoint=path)
     blob = path.read_bytes()
     path.write_bytes(blob[:-3] + bytes([blob[-3] ^ 1]) + blob[-2:])
+
     with pytest.raises(lsim.LayersimError, match=r"/run .*checksum"):
         lsim.analyze(model, data, "cka", checkpoint=path)
 
@@ -61,6 +68,7 @@ def test_a_file_cannot_pass_for_one_without_a_checksum(tmp_path):
     path = load(FILES / "cka.safetensors").save(tmp_path / "x")
     blob = path.read_bytes()
     assert blob.count(b".sha256") == 1
+
     path.write_bytes(blob.replace(b".sha256", b".sha255"))
     with pytest.raises(lsim.LayersimError, match="checksum"):
         lsim.load(path)

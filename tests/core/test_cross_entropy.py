@@ -43,10 +43,10 @@ def tokens() -> torch.Tensor:
 
 def naive(logits: np.ndarray, right: np.ndarray) -> np.ndarray:
     """Row by row, in float64."""
-    found = []
+    losses = []
     for row, answer in zip(logits.astype(np.float64), right, strict=True):
-        found.append(np.log(np.sum(np.exp(row - row.max()))) + row.max() - row[answer])
-    return np.array(found)
+        losses.append(np.log(np.sum(np.exp(row - row.max()))) + row.max() - row[answer])
+    return np.array(losses)
 
 
 def lens_losses(model, data) -> torch.Tensor:
@@ -56,18 +56,21 @@ def lens_losses(model, data) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("size", [1.0, 60.0])
 def test_a_cross_entropy_is_that_of_float64_arithmetic(dtype, size):
-    made = torch.Generator().manual_seed(0)
-    logits = (size * torch.randn(6, VOCABULARY, generator=made)).to(dtype)
-    right = torch.randint(0, VOCABULARY, (6,), generator=made)
+    generator = torch.Generator().manual_seed(0)
+    logits = (size * torch.randn(6, VOCABULARY, generator=generator)).to(dtype)
+    right = torch.randint(0, VOCABULARY, (6,), generator=generator)
     logits[0, 5:9] = -torch.inf
     exact = naive(logits.double().numpy(), right.numpy())
     before = logits.clone()
+
     np.testing.assert_allclose(cross_entropy(logits, right), exact, rtol=1e-12)
     assert torch.equal(logits, before)
+
     top = np.sort(np.exp(logits.double().numpy() - logits.double().numpy().max(-1, keepdims=True)), -1)
     top /= top.sum(-1, keepdims=True)
     np.testing.assert_allclose(confidence(logits), top[:, -1], rtol=1e-12)
     np.testing.assert_allclose(confidence(logits, margin=True), top[:, -1] - top[:, -2], rtol=1e-9)
+
     if dtype != torch.bfloat16:
         wide = logits.double().requires_grad_()
         share = torch.linspace(0.1, 1, 6).to(dtype)
@@ -79,10 +82,10 @@ def test_a_cross_entropy_is_that_of_float64_arithmetic(dtype, size):
 
 @pytest.mark.heavy("a stitch")
 def test_a_stitch_has_the_loss_of_the_logit_lens(wide, tokens):
-    found = lsim.stitch(wide, wide, tokens, at=(0, 0), adapter="identity", eval_data=tokens)
+    stitched = lsim.stitch(wide, wide, tokens, at=(0, 0), adapter="identity", eval_data=tokens)
     lens = float(lens_losses(wide, tokens)[-1])
-    assert found.loss == pytest.approx(lens, abs=1e-7)
-    assert found.back_loss == pytest.approx(lens, abs=1e-7)
+    assert stitched.loss == pytest.approx(lens, abs=1e-7)
+    assert stitched.back_loss == pytest.approx(lens, abs=1e-7)
 
 
 @pytest.mark.heavy("a training")
@@ -99,14 +102,17 @@ def test_what_a_training_is_judged_by_is_the_logit_lens(wide, tokens):
     import copy
 
     settings = lsim.AlignedTraining(steps=1, lr=1e-9, warmup=0)
-    found = lsim.finetune_aligned(copy.deepcopy(wide), lsim.Data(tokens, batch_size=4), eval_data=tokens, training=settings)
-    np.testing.assert_allclose(found.values[0], lens_losses(wide, tokens), atol=1e-6)
+    training_result = lsim.finetune_aligned(
+        copy.deepcopy(wide), lsim.Data(tokens, batch_size=4), eval_data=tokens, training=settings
+    )
+    np.testing.assert_allclose(training_result.values[0], lens_losses(wide, tokens), atol=1e-6)
 
 
 def test_a_head_with_a_soft_cap_has_the_losses_of_the_logit_lens_too():
     from ..training.helpers import gemma2
 
-    model, rows = gemma2(), random_tokens(4, 10)
+    model = gemma2()
+    rows = random_tokens(4, 10)
     expected = float(lens_losses(model, rows).mean())
     assert float(lsim.training.aligned_loss(model, rows, weights="uniform").detach()) == pytest.approx(expected, abs=1e-6)
 
@@ -115,10 +121,11 @@ def test_a_head_with_a_soft_cap_has_the_losses_of_the_logit_lens_too():
 def test_adapters_on_a_server_are_judged_by_the_same_cross_entropy(wide, sloped):
     from tl_layersim.remote.low_rank_adapters import summed_cross_entropy
 
-    x, wanted = torch.randn(9, 16), torch.randint(0, VOCABULARY, (9,))
+    x = torch.randn(9, 16)
+    targets = torch.randint(0, VOCABULARY, (9,))
     head = Unembed(None, (wide.lm_head,), "every", 1.0, None, torch.float32, None)
-    loss, slope = summed_cross_entropy(head, x, wanted, sloped)
-    exact = naive(wide.lm_head(x).detach().numpy(), wanted.numpy()).sum()
+    loss, slope = summed_cross_entropy(head, x, targets, sloped)
+    exact = naive(wide.lm_head(x).detach().numpy(), targets.numpy()).sum()
     assert float(loss) == pytest.approx(exact, rel=1e-7 if sloped else 1e-12)
     assert (slope is not None) == sloped
 

@@ -26,18 +26,23 @@ def test_a_result_is_read_and_saved_again(name, tmp_path):
             owner, field = (old[key.split("/")[0]], key.split("/")[1]) if isinstance(old, lsim.Report) else (old, key)
             field = type(owner).former_names.get(field, field)
             torch.testing.assert_close(getattr(owner, field), file.get_tensor(key), rtol=0, atol=0, equal_nan=True)
+
     again = lsim.load(old.save(tmp_path / "again"))
-    for one, other in zip(old.values(), again.values(), strict=True) if isinstance(old, lsim.Report) else [(old, again)]:
-        assert type(one) is type(other)
-        assert worst(one, other) == 0
-        assert (one.provenance, one.layers) == (other.provenance, other.layers)
+
+    for result, saved_result in (
+        zip(old.values(), again.values(), strict=True) if isinstance(old, lsim.Report) else [(old, again)]
+    ):
+        assert type(result) is type(saved_result)
+        assert worst(result, saved_result) == 0
+        assert (result.provenance, result.layers) == (saved_result.provenance, saved_result.layers)
 
 
 def test_every_class_of_results_has_a_kind_of_its_own():
     for module in pkgutil.walk_packages(lsim.__path__, "tl_layersim."):
         importlib.import_module(module.name)
-    ours = [cls for cls in below(lsim.Result) if cls.__module__.startswith("tl_layersim.")]
-    kinds = [kind_of(cls) for cls in ours]
+    classes = [cls for cls in below(lsim.Result) if cls.__module__.startswith("tl_layersim.")]
+    kinds = [kind_of(cls) for cls in classes]
+
     assert all(kind.replace("_", "").islower() for kind in kinds)
     assert len(set(kinds)) == len(kinds)
 
@@ -51,9 +56,11 @@ def test_fields_of_former_names_are_read(file, name, former, tmp_path):
             fields[former] = fields.pop(name)
     del header["format"]
     del header["kind"]
+
     old = file_format.write(tmp_path / "old", "result", header, tensors)
+
     assert worst(lsim.load(old), lsim.load(path)) == 0
-    assert torch.equal(*(torch.as_tensor(getattr(lsim.load(one), name)) for one in (old, path)))
+    assert torch.equal(*(torch.as_tensor(getattr(lsim.load(saved), name)) for saved in (old, path)))
 
 
 def test_a_file_survives_the_rename_of_a_module(tmp_path, monkeypatch):
@@ -66,16 +73,17 @@ def test_a_file_survives_the_rename_of_a_module(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_a_checkpoint_is_read(name):
-    found = read_checkpoint(FILES / name)
-    assert found
+    checkpoint = read_checkpoint(FILES / name)
+    assert checkpoint
+
     if name == "analysis.checkpoint":
-        assert (found["main"].tokens, found["main"].done) == (64, True)
-        assert {"cka", "cosine"} <= set(found["main"].tree.total().sums)
+        assert (checkpoint["main"].tokens, checkpoint["main"].done) == (64, True)
+        assert {"cka", "cosine"} <= set(checkpoint["main"].tree.total().sums)
     if name == "finetune.checkpoint":
-        assert len(found) == 2
+        assert len(checkpoint) == 2
         assert {"look/0", "look/2", "weight/module.lm_head.weight"} <= set(file_format.read(FILES / name, ("training",))[1])
     if name == "remote_run.run":
-        _, models, _, jobs = found
+        _, models, _, jobs = checkpoint
         assert [len(model.layers) for model in models.values()] == [4]
         assert jobs[0].state == "COMPLETED"
         assert [len(job.batches) for job in jobs] == [0, 2, 0]

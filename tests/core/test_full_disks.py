@@ -22,7 +22,8 @@ def analysed(path):
 
 def stitched(path):
     training = lsim.stitching.StitchTraining(steps=3)
-    models, data = (tiny_llama(), tiny_llama(seed=1)), lsim.Data(random_tokens(40), batch_size=4)
+    models = (tiny_llama(), tiny_llama(seed=1))
+    data = lsim.Data(random_tokens(40), batch_size=4)
     return lsim.stitch(*models, data, at=(0, 0), fit="lstsq+sgd", training=training, checkpoint=path)
 
 
@@ -60,11 +61,11 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_result(call, tmp_path, ful
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Least squares has")
         with pytest.warns(lsim.LayersimWarning, match=r"continues without it(.|\n)*No space left"):
-            found = call(tmp_path / "run")
-        assert isinstance(found, lsim.Result)
+            result = call(tmp_path / "run")
+        assert isinstance(result, lsim.Result)
         assert os.listdir(tmp_path) == []
         plain = call(None)
-    assert found.values.equal(plain.values)
+    assert result.values.equal(plain.values)
 
 
 @pytest.mark.light("analyze")
@@ -89,10 +90,10 @@ def test_an_interrupt_on_a_full_disk_is_still_an_interrupt(call, tmp_path, full_
 def read_only_disk(monkeypatch):
     plain = os.open
 
-    def refused(path, flags, *more, **options):
+    def refused(path, flags, *arguments, **options):
         if flags & (os.O_WRONLY | os.O_RDWR):
             raise OSError(30, "Read-only file system")
-        return plain(path, flags, *more, **options)
+        return plain(path, flags, *arguments, **options)
 
     monkeypatch.setattr(file_format.os, "open", refused)
 
@@ -109,8 +110,9 @@ def test_other_places_are_refused_at_the_start_too(tmp_path, read_only_disk):
         tuned(None, save_to=tmp_path / "model")
     with pytest.raises(lsim.LayersimError, match=r"^`cache` .*cannot be written"):
         lsim.stitch(tiny_llama(), tiny_llama(), random_tokens(), at=(0, 0), cache=tmp_path)
-    done = run("report", "--out", tmp_path / "out")
-    assert "`--out` names a folder that cannot be written" in str(done.exception)
+
+    process = run("report", "--out", tmp_path / "out")
+    assert "`--out` names a folder that cannot be written" in str(process.exception)
 
 
 @pytest.mark.parametrize("name", ["folder", "pipe"])
@@ -125,7 +127,8 @@ def test_a_checkpoint_is_a_file(name, tmp_path):
 @pytest.mark.parametrize("old", [False, True])
 @pytest.mark.parametrize("save", ["truncate", "finetune_aligned"])
 def test_a_model_is_written_whole_or_not_at_all(save, old, tmp_path, monkeypatch):
-    model, folder = tiny_llama(), tmp_path / "model"
+    model = tiny_llama()
+    folder = tmp_path / "model"
     model.tokenizer = tiny_tokenizer()
     if old:
         tiny_llama(seed=1).save_pretrained(folder, max_shard_size="10kB")
@@ -165,5 +168,5 @@ def test_a_trained_model_that_cannot_be_written_is_not_lost(tmp_path, monkeypatc
 
     monkeypatch.setattr("transformers.LlamaForCausalLM.save_pretrained", full)
     with pytest.warns(lsim.LayersimWarning, match=r"could not be written(.|\n)*No space left(.|\n)*save_pretrained"):
-        found = tuned(None, save_to=tmp_path / "model")
-    assert len(found.loss) == 3
+        training = tuned(None, save_to=tmp_path / "model")
+    assert len(training.loss) == 3

@@ -41,14 +41,16 @@ def edited(blob: bytes, rng: random.Random) -> bytes:
     return len(text).to_bytes(8, "little") + text + blob[end:]
 
 
-def tensors_of(found) -> list[torch.Tensor]:
-    return [getattr(one, field) for one in found.values() for field in one.tensor_fields()]
+def tensors_of(report) -> list[torch.Tensor]:
+    return [getattr(result, field) for result in report.values() for field in result.tensor_fields()]
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     """A file of each kind, and what reads it."""
-    folder, model, data = tmp_path_factory.mktemp("files"), tiny_llama(), random_tokens(8)
+    folder = tmp_path_factory.mktemp("files")
+    model = tiny_llama()
+    data = random_tokens(8)
     analyzers = [lsim.LogitLens(), lsim.Cosine(center="none")]
     report = lsim.analyze(model, lsim.Data(data, batch_size=2), analyzers, checkpoint=folder / "run").save(folder / "report")
     shard = lsim.analyze(model, lsim.Data(data, batch_size=2), analyzers, shard=(0, 1), save_to=folder / "shard")
@@ -67,19 +69,23 @@ def memory() -> int:
 @pytest.mark.light("report")
 @pytest.mark.parametrize("kind", ["report", "checkpoint", "shard"])
 def test_a_damaged_file_is_refused_or_equal(kind, files, tmp_path):
-    path, read = files[kind]
-    blob, expected, rng, before = path.read_bytes(), read(path), random.Random(kind), memory()
-    done = 0
+    path, reader = files[kind]
+    blob = path.read_bytes()
+    expected = reader(path)
+    rng = random.Random(kind)
+    before = memory()
+    files_checked = 0
     for number in range(60):
         (tmp_path / "x").write_bytes((flipped, cut, edited)[number % 3](blob, rng))
         try:
-            found = read(tmp_path / "x")
+            tensors = reader(tmp_path / "x")
         except lsim.LayersimError as error:
-            done += str(tmp_path / "x") in str(error)
+            files_checked += str(tmp_path / "x") in str(error)
         else:
-            assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(found, expected, strict=True))
-            done += 1
-    assert done == 60
+            assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(tensors, expected, strict=True))
+            files_checked += 1
+
+    assert files_checked == 60
     assert memory() - before < 2e8
 
 
@@ -87,13 +93,17 @@ def test_a_damaged_file_is_refused_or_equal(kind, files, tmp_path):
 @pytest.mark.filterwarnings("ignore")
 def test_an_edited_shard_with_a_checksum_that_fits_is_read_or_refused(files, tmp_path):
     header, tensors = file_format.read(files["shard"][0], ("shard",))
-    rng, before, refused, worked = random.Random(0), memory(), 0, 0
+    rng = random.Random(0)
+    before = memory()
+    refused = 0
+    worked = 0
     for _ in range(60):
         path = file_format.write(tmp_path / "x", "shard", *mutated(header, tensors, rng))
         try:
             worked += "cosine" in lsim.merge(path)
         except (lsim.LayersimError, *file_format.MALFORMED):
             refused += 1
+
     assert refused + worked == 60
     assert refused > 3
     assert memory() - before < 2e8

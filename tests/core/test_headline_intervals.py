@@ -30,31 +30,38 @@ class Headlines(Result):
 
 def headlines(whole: float, *without: float, name: str = "x", curves: tuple = ()) -> Headlines:
     curves = curves or (torch.full((2,), 0.123).double(),) * (1 + len(without))
-    own = {"values": torch.tensor(math.nan), "layers": ("a", "b", "c"), "provenance": provenance()}
-    each = tuple(Headlines(numbers={name: x}, curve=one, **own) for x, one in zip(without, curves[1:], strict=True))
-    return Headlines(numbers={name: whole}, curve=curves[0], replicates=each, block_tokens=(1,) * len(each), **own)
+    fields = {"values": torch.tensor(math.nan), "layers": ("a", "b", "c"), "provenance": provenance()}
+    replicates = tuple(
+        Headlines(numbers={name: x}, curve=curve, **fields) for x, curve in zip(without, curves[1:], strict=True)
+    )
+    return Headlines(
+        numbers={name: whole}, curve=curves[0], replicates=replicates, block_tokens=(1,) * len(replicates), **fields
+    )
 
 
 def test_an_entry_of_a_field_has_the_interval_of_the_field():
     curves = tuple(torch.tensor([0.9, 0.02 + 0.004 * j]).double() for j in (0, -2, -1, 1, 2))
-    found = headlines(*(float(one[1]) for one in curves), curves=curves)
-    ends, expected = function_interval(found, lambda one: one.curve[1], 0.95), interval_of(found, "curve", 0.95)
+    result = headlines(*(float(curve[1]) for curve in curves), curves=curves)
+
+    ends = function_interval(result, lambda headline: headline.curve[1], 0.95)
+    expected = interval_of(result, "curve", 0.95)
+
     assert (float(ends.low), float(ends.high)) == (float(expected.low[1]), float(expected.high[1]))
     assert float(ends.low) > 0
-    assert headline_margins(found)["x"] == pytest.approx(float(ends.high - ends.low) / 2)
+    assert headline_margins(result)["x"] == pytest.approx(float(ends.high - ends.low) / 2)
 
 
 def test_maxima_and_places_have_no_interval():
     curves = tuple(torch.tensor([0.5 + 0.01 * (j % 2), 0.505]).double() for j in range(5))
-    found = headlines(*(float(one.max()) for one in curves), curves=curves)
-    assert headline_texts(found)["x"] == "0.505"
+    result = headlines(*(float(curve.max()) for curve in curves), curves=curves)
+    assert headline_texts(result)["x"] == "0.505"
     for place in (torch.max, torch.argmax):
-        assert function_interval(found, lambda one, place=place: place(one.curve), 0.95) is None
+        assert function_interval(result, lambda headline, place=place: place(headline.curve), 0.95) is None
         with pytest.raises(LayersimError, match="`interval`"):
-            interval_of(found, lambda one, place=place: place(one.curve), 0.95)
+            interval_of(result, lambda headline, place=place: place(headline.curve), 0.95)
     # A place that is the same in all replicates.
-    assert function_interval(found, lambda one: (one.curve < 1).sum(), 0.95) is None
-    assert function_interval(found, lambda one: one.curve.mean(), 0.95) is not None
+    assert function_interval(result, lambda headline: (headline.curve < 1).sum(), 0.95) is None
+    assert function_interval(result, lambda headline: headline.curve.mean(), 0.95) is not None
     assert headline_texts(headlines(0.5, 0.4, 0.6, 0.55, name="highest accuracy, at x")) == {"highest accuracy, at x": "0.5"}
 
 
@@ -62,8 +69,9 @@ def test_a_margin_is_half_the_width_of_the_interval():
     # About the mean of 1.2, 1.5 and 1.7, whatever the number of all data is.
     error = (2 / 3 * ((1.2 - 4.4 / 3) ** 2 + (1.5 - 4.4 / 3) ** 2 + (1.7 - 4.4 / 3) ** 2)) ** 0.5
     margin = headline_margins(headlines(1.6, 1.2, 1.5, 1.7))["x"]
-    known, skew, effective = skewness.moments([1.2, 1.5, 1.7])
-    assert known == pytest.approx(error, rel=1e-12)
+    expected_error, skew, effective = skewness.moments([1.2, 1.5, 1.7])
+    assert expected_error == pytest.approx(error, rel=1e-12)
+
     low, high = skewness.ends(1.6, error, 2, skew, effective)
     assert margin == pytest.approx((high - low) / 2, rel=1e-9)
 

@@ -59,12 +59,12 @@ def report():
     return lsim.analyze(tiny_llama(), random_tokens(4, 16), {"raw": lsim.LogitLens(norm="none"), "cosine": "cosine"})
 
 
-def equal(found, report):
-    assert list(found) == list(report)
+def equal(loaded, report):
+    assert list(loaded) == list(report)
     for name, result in report.items():
         for field in result.tensor_fields():
-            assert torch.equal(getattr(found[name], field).nan_to_num(), getattr(result, field).nan_to_num())
-        assert found[name].provenance == result.provenance
+            assert torch.equal(getattr(loaded[name], field).nan_to_num(), getattr(result, field).nan_to_num())
+        assert loaded[name].provenance == result.provenance
     return True
 
 
@@ -73,6 +73,7 @@ def test_a_report_is_uploaded_and_read_again(hub, report, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     page = report.push_to_hub("me/layers")
     assert page == f"{hub.url}/datasets/me/layers"
+
     files = hub.repos["me/layers"]["main"]
     assert sorted(files) == ["README.md", "report.csv", "report.html", "report.safetensors"]
     assert b"plotly" in files["report.html"]
@@ -80,6 +81,7 @@ def test_a_report_is_uploaded_and_read_again(hub, report, monkeypatch):
     assert equal(lsim.load("hf://me/layers/report.safetensors"), report)
     assert equal(lsim.load("hf://datasets/me/layers@main"), report)
     assert equal(lsim.load(f"hf://me/layers@{hub.commit_of('me/layers', 'main')}"), report)
+
     # A name without a user is one in the own account, and a second upload is a second commit.
     before = hub.commit_of("me/layers", "main")
     assert report.push_to_hub("layers") == page
@@ -90,6 +92,7 @@ def test_a_report_is_uploaded_and_read_again(hub, report, monkeypatch):
 def test_what_is_downloaded_is_kept_for_work_without_a_network(hub, report, monkeypatch):
     report.push_to_hub("me/layers", token=TOKEN)
     assert equal(lsim.load("hf://me/layers"), report)
+
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     before = len(hub.seen)
     assert equal(lsim.load("hf://me/layers"), report)
@@ -111,10 +114,12 @@ def test_a_private_repository(hub, report):
     assert hub.repos["me/secret"]["private"]
     with pytest.raises(RepositoryNotFoundError):
         lsim.load("hf://me/secret")
+
     hub.make("me/open")
     with pytest.raises(lsim.LayersimError, match=r"`private` is True.*me/open"):
         report.push_to_hub("me/open", private=True, token=TOKEN)
     assert hub.repos["me/open"]["main"] == {}, "nothing was uploaded"
+
     report.push_to_hub("me/secret", private=True, token=TOKEN)
 
 
@@ -125,6 +130,7 @@ def test_the_card_says_what_was_measured_on_what(hub, report):
     for words in (p.data, p.config_hash, str(p.tokens), "norm=none", "LogitLensResult", 'lsim.load("hf://me/layers@second")'):
         assert words in text
     assert f"torch={p.versions['torch']}" in text
+
     # Every line of a table has as many cells as its heading.
     lines = text.splitlines()
     assert all(line.replace("\\|", "").count("|") in (3, 4) for line in lines if line.startswith("|"))
@@ -134,9 +140,9 @@ def test_the_card_says_what_was_measured_on_what(hub, report):
 
 def test_the_card_names_both_models_of_a_comparison(report):
     run = dataclasses.replace(report["raw"].provenance, model="org/first | /home/me/second/")
-    both = lsim.Report({"raw": dataclasses.replace(report["raw"], provenance=run)})
-    assert "\n# How the layers of first and second relate\n" in card(both, "me/layers")
-    assert "org/first \\| /home/me/second/" in card(both, "me/layers")
+    comparison = lsim.Report({"raw": dataclasses.replace(report["raw"], provenance=run)})
+    assert "\n# How the layers of first and second relate\n" in card(comparison, "me/layers")
+    assert "org/first \\| /home/me/second/" in card(comparison, "me/layers")
 
 
 def test_names_in_the_card_are_text(report):
@@ -147,6 +153,7 @@ def test_names_in_the_card_are_text(report):
     run = dataclasses.replace(run, weights_hash=nasty, options={nasty: nasty}, versions={nasty: nasty})
     text = card(lsim.Report({nasty: dataclasses.replace(report["raw"], provenance=run)}), "me/layers")
     page = MarkdownIt("commonmark").enable("table").render(text.partition("---\n\n")[2])
+
     assert not re.search(r"<(script|a|img)\b", page)
     assert [page.count(tag) for tag in ("<h1>", "<h2>", "<code", "<table>")] == [1, 2, 4, 3]
     assert "! [c](javascript:d) &lt;script&gt;e&lt;script&gt; `f` | g &amp;" in page.replace("![", "! [")
@@ -166,13 +173,15 @@ def test_a_token_is_nowhere(hub, report, caplog, capfd, monkeypatch):
     report.push_to_hub("me/layers", token=TOKEN)
     assert {token for _, path, token in hub.seen if path.startswith("/api")} == {TOKEN}
     assert all(TOKEN.encode() not in content for content in hub.repos["me/layers"]["main"].values())
+
     hub.can_write = False
     with pytest.raises(HfHubHTTPError) as caught:
         report.push_to_hub("me/layers", token=TOKEN)
-    with pytest.raises(lsim.LayersimError) as other:
+    with pytest.raises(lsim.LayersimError) as other_error:
         lsim.load(f"hf://me/layers?token={TOKEN}")
+
     out, err = capfd.readouterr()
-    assert TOKEN not in out + err + caplog.text + str(caught.value) + str(other.value)
+    assert TOKEN not in out + err + caplog.text + str(caught.value) + str(other_error.value)
 
 
 def test_an_error_is_that_of_the_hub(hub, report):
@@ -202,8 +211,9 @@ def test_another_process_reads_by_its_environment(hub, report, tmp_path):
     # And a file whose class of results no module has registered yet.
     script = "import sys, tl_layersim as lsim; print(type(lsim.load(sys.argv[1])).__name__, *lsim.load('hf://me/layers'))"
     grid = str(FILES / "prediction_grid.safetensors")
-    own = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", script, grid], env={**os.environ, **own}, capture_output=True, text=True, check=False
+    environment = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
+    process = subprocess.run(
+        [sys.executable, "-c", script, grid], env={**os.environ, **environment}, capture_output=True, text=True, check=False
     )
-    assert done.stdout.strip() == "PredictionGrid raw cosine", done.stderr
+
+    assert process.stdout.strip() == "PredictionGrid raw cosine", process.stderr

@@ -31,15 +31,16 @@ OTHERS = (None, True, -1, 7, 10**30, 0.5, float("nan"), "", "x", "a/b", [], {}, 
 def places(node: Any) -> list[tuple[Any, Any]]:
     """Every container below a node with each of its keys."""
     keys = list(node) if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else []
-    found = [(node, key) for key in keys]
-    return found + [place for key in keys for place in places(node[key])]
+    entries = [(node, key) for key in keys]
+    return entries + [place for key in keys for place in places(node[key])]
 
 
 def mutated(header: dict[str, Any], tensors: dict[str, torch.Tensor], rng: random.Random) -> tuple[dict, dict]:
     """A header or a tensor changed in one place; format and kind stay."""
-    header, tensors = copy.deepcopy(header), dict(tensors)
-    own = [place for place in places(header) if place[0] is not header or place[1] not in ("format", "kind")]
-    if tensors and (not own or rng.random() < 0.3):
+    header = copy.deepcopy(header)
+    tensors = dict(tensors)
+    changeable = [place for place in places(header) if place[0] is not header or place[1] not in ("format", "kind")]
+    if tensors and (not changeable or rng.random() < 0.3):
         name = rng.choice(sorted(tensors))
         value = tensors.pop(name)
         change = rng.randrange(6)
@@ -54,7 +55,7 @@ def mutated(header: dict[str, Any], tensors: dict[str, torch.Tensor], rng: rando
         elif change == 5:
             tensors[name] = torch.full_like(value, float("nan") if value.is_floating_point() else 1)
         return header, tensors
-    node, key = rng.choice(own)
+    node, key = rng.choice(changeable)
     change = rng.randrange(6)
     if change == 0:
         del node[key]
@@ -93,7 +94,10 @@ def test_no_result_is_left_out(tmp_path):
 
 def test_a_path_with_a_zero_byte_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    report, model, data = lsim.load(FILES / "report.safetensors"), tiny_llama(), random_tokens(4)
+    report = lsim.load(FILES / "report.safetensors")
+    model = tiny_llama()
+    data = random_tokens(4)
+
     for call in (
         lambda: lsim.load("a\0b"),
         lambda: report.save("a\0b"),
@@ -118,7 +122,9 @@ def test_a_path_with_a_zero_byte_is_refused(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", RESULTS)
 def test_a_malformed_result_is_refused_or_works(name, tmp_path):
     header, tensors = file_format.read(FILES / name, ("result", "report"))
-    rng, refused, worked = random.Random(name), 0, 0
+    rng = random.Random(name)
+    refused = 0
+    worked = 0
     for _ in range(6):
         path = file_format.write(
             tmp_path / "x", header["kind"], *mutated(header | {"format": file_format.FORMAT}, tensors, rng)
@@ -128,6 +134,7 @@ def test_a_malformed_result_is_refused_or_works(name, tmp_path):
             worked += 1
         except lsim.LayersimError as error:
             refused += str(path) in str(error)
+
     # Each refusal names the file.
     assert refused + worked == 6
 
@@ -185,28 +192,31 @@ def leaves(node: Any) -> list[tuple[Any, Any]]:
 def test_an_entry_of_another_type_is_refused_or_every_use_works(name, tmp_path):
     """Over each entry of the header of each result class."""
     header, tensors = file_format.read(result_named(name).save(tmp_path / "result"), ("result",))
-    own = {key: value for key, value in header.items() if key not in ("format", "kind")}
-    rng, outcomes, raw = random.Random(name), Counter(), []
-    for number in range(len(leaves(own))):
-        changed = copy.deepcopy(own)
+    content = {key: value for key, value in header.items() if key not in ("format", "kind")}
+    rng = random.Random(name)
+    outcomes = Counter()
+    raw = []
+    for number in range(len(leaves(content))):
+        changed = copy.deepcopy(content)
         node, key = leaves(changed)[number]
         before = node[key]
-        node[key] = rng.choice([other for other in OTHERS if other != before])
+        node[key] = rng.choice([replacement for replacement in OTHERS if replacement != before])
         file = file_format.write(tmp_path / "x", "result", changed, tensors)
         try:
-            found = lsim.load(file)
+            loaded = lsim.load(file)
         except lsim.LayersimError as error:
             outcomes["refused"] += str(file) in str(error)
             continue
         outcomes["works"] += 1
         try:
-            repr(found)
+            repr(loaded)
             if rng.random() < 0.2:
-                list(uses(found))
+                list(uses(loaded))
             if rng.random() < 0.05:
-                list(figures(found))
+                list(figures(loaded))
         except Exception as error:
             raw.append((key, before, node[key], repr(error)))
+
     assert raw == []
     # Each refusal names the file.
     assert outcomes["refused"] + outcomes["works"] == number + 1
@@ -216,9 +226,9 @@ def test_an_entry_of_another_type_is_refused_or_every_use_works(name, tmp_path):
 @pytest.mark.heavy("builds every result")
 def test_every_result_class_is_mutated():
     """But for abstract ones."""
-    found = {type(result_named(name)).__name__ for name in RESULT_NAMES}
-    known = {cls.__name__ for cls in below(lsim.Result) if cls.__module__.startswith("tl_layersim.")}
-    assert known - found <= {"CalibratedMatrix", "MinibatchMatrix", "RegressionMetricsResult"}
+    mutated_classes = {type(result_named(name)).__name__ for name in RESULT_NAMES}
+    result_classes = {cls.__name__ for cls in below(lsim.Result) if cls.__module__.startswith("tl_layersim.")}
+    assert result_classes - mutated_classes <= {"CalibratedMatrix", "MinibatchMatrix", "RegressionMetricsResult"}
 
 
 @pytest.mark.light("adapters.checkpoint", "stitch_grid.checkpoint")
@@ -226,17 +236,21 @@ def test_every_result_class_is_mutated():
 def test_a_malformed_checkpoint_is_refused_or_works(name, tmp_path):
     header, tensors = file_format.read(FILES / name, ("checkpoint", "stitches", "training", "remote_run"))
     assert read_checkpoint(FILES / name)
-    rng, refused, worked = random.Random(name), 0, 0
-    own = {key: value for key, value in header.items() if key not in ("identity", "version")}
+
+    rng = random.Random(name)
+    refused = 0
+    worked = 0
+    content = {key: value for key, value in header.items() if key not in ("identity", "version")}
     for _ in range(20):
-        changed, parts = mutated(own | {"format": file_format.FORMAT}, tensors, rng)
-        kept = {key: header[key] for key in ("identity", "version") if key in header}
-        path = file_format.write(tmp_path / "x", header["kind"], changed | kept, parts)
+        changed, parts = mutated(content | {"format": file_format.FORMAT}, tensors, rng)
+        identity = {key: header[key] for key in ("identity", "version") if key in header}
+        path = file_format.write(tmp_path / "x", header["kind"], changed | identity, parts)
         try:
             read_checkpoint(path)
             worked += 1
         except lsim.LayersimError as error:
             refused += str(path) in str(error)
+
     # Each refusal names the file.
     assert refused + worked == 20
     # Of a training, `read_checkpoint` reads the curve alone.

@@ -78,9 +78,11 @@ def test_a_latex_table_has_one_line_for_each_site(result):
 def test_no_cell_of_a_csv_file_is_a_formula(tmp_path):
     content = REPORT.to_csv(tmp_path / "x.csv").read_bytes().decode()
     assert not STEERING.search(content)
+
     rows = list(csv.reader(io.StringIO(content)))
     assert len({len(row) for row in rows}) == 1
     assert not [cell for row in rows for cell in row if cell.startswith(("=", "+", "@", "-"))]
+
     # Numbers are those of the table.
     values = [float(row[rows[0].index("value")]) for row in rows[1:]]
     torch.testing.assert_close(torch.tensor(values), torch.cat([CURVE.values, MATRIX.values.reshape(-1)]).float())
@@ -106,18 +108,22 @@ def test_no_figure_of_an_analyzer_has_a_link(name, tmp_path):
     """The labels that a file may change: names of sites, and others that are texts."""
     cls = find_analyzers()[name]
     header, tensors = file_format.read(from_views(cls(), [view_for(cls, residuals(1))]).save(tmp_path / "result"), ("result",))
-    own = {key: value for key, value in header.items() if key not in ("format", "kind")}
-    own["provenance"]["model"] = HOSTILE
-    known = {}
-    for field, labels in own["fields"].items():
+    content = {key: value for key, value in header.items() if key not in ("format", "kind")}
+    content["provenance"]["model"] = HOSTILE
+    hostile_labels = {}
+    for field, labels in content["fields"].items():
         if isinstance(labels, list) and all(isinstance(label, str) for label in labels):
-            own["fields"][field] = [known.setdefault(label, f"{HOSTILE} {len(known)}") for label in labels]
-    path = file_format.write(tmp_path / "x", "result", own, tensors)
+            content["fields"][field] = [
+                hostile_labels.setdefault(label, f"{HOSTILE} {len(hostile_labels)}") for label in labels
+            ]
+    path = file_format.write(tmp_path / "x", "result", content, tensors)
     if name == "contribution":
         with pytest.raises(lsim.LayersimError, match="sublayers"):
             lsim.load(path)
         return
+
     result = lsim.load(path)
+
     for picture in result.pictures:
         figure = json.loads(result.plot(picture.name).to_json())
         assert not [text for text in texts(figure) if re.search(r"<\s*a\b|&amp;lt;", text)], picture.name
@@ -126,10 +132,12 @@ def test_no_figure_of_an_analyzer_has_a_link(name, tmp_path):
 def test_nothing_printed_steers_a_terminal(tmp_path):
     assert not STEERING.search(repr(CURVE))
     assert not STEERING.search(repr(REPORT))
+
     out = io.StringIO()
     with redirect_stdout(out):
         show_file(file=str(REPORT.save(tmp_path / "x")))
     assert not STEERING.search(out.getvalue())
+
     with pytest.warns(lsim.LayersimWarning) as warned:
         warn(HOSTILE)
     assert not STEERING.search(str(warned[0].message))

@@ -21,18 +21,18 @@ pytestmark = pytest.mark.filterwarnings("ignore::tl_layersim.LayersimWarning")
 
 def holm(p: list[float]) -> list[float]:
     """Every p-value times the number of those that are not smaller, at least that of the smaller ones, at most 1."""
-    found = [0.0] * len(p)
+    adjusted_values = [0.0] * len(p)
     largest = 0.0
     for rank, place in enumerate(sorted(range(len(p)), key=lambda i: p[i])):
         largest = max(largest, min(1.0, (len(p) - rank) * p[place]))
-        found[place] = largest
-    return found
+        adjusted_values[place] = largest
+    return adjusted_values
 
 
 def benjamini_hochberg(p: list[float]) -> list[float]:
     """The smallest of n p / rank over all p-values that are not smaller, at most 1."""
     ordered = sorted(p)
-    return [min(1.0, *(len(p) * q / (rank + 1) for rank, q in enumerate(ordered) if q >= own)) for own in p]
+    return [min(1.0, *(len(p) * q / (rank + 1) for rank, q in enumerate(ordered) if q >= value)) for value in p]
 
 
 ORACLES = {"holm": holm, "fdr_bh": benjamini_hochberg}
@@ -40,10 +40,11 @@ ORACLES = {"holm": holm, "fdr_bh": benjamini_hochberg}
 
 def check(table, method: str) -> None:
     """The adjusted column is the oracle's over all p-values of the table that are not NaN."""
-    p, found = table["p_value"].to_numpy(), table["p_adjusted"].to_numpy()
-    known = ~np.isnan(p)
-    np.testing.assert_allclose(found[known], ORACLES[method](p[known].tolist()), rtol=1e-12)
-    assert np.isnan(found[~known]).all()
+    p = table["p_value"].to_numpy()
+    adjusted_values = table["p_adjusted"].to_numpy()
+    defined = ~np.isnan(p)
+    np.testing.assert_allclose(adjusted_values[defined], ORACLES[method](p[defined].tolist()), rtol=1e-12)
+    assert np.isnan(adjusted_values[~defined]).all()
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +64,12 @@ def test_adjusted_p_values_are_those_of_the_naive_definition(method, seed):
     p = torch.rand(40, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) ** 4
     p[3] = p[7]
     p[[5, 11]] = math.nan
-    known = ~p.isnan()
-    [found] = adjusted([(p, False)], method)
-    np.testing.assert_allclose(found[known], ORACLES[method](p[known].tolist()), rtol=1e-12)
-    assert found.isnan().equal(~known)
+    defined = ~p.isnan()
+
+    [adjusted_values] = adjusted([(p, False)], method)
+
+    np.testing.assert_allclose(adjusted_values[defined], ORACLES[method](p[defined].tolist()), rtol=1e-12)
+    assert adjusted_values.isnan().equal(~defined)
 
 
 @pytest.mark.parametrize("method", ["holm", "fdr_bh"])
@@ -75,6 +78,7 @@ def test_every_test_of_a_report_is_one_line(report, method):
     check(table, method)
     count = len(report["cka"].layers)
     lines = table.groupby(["analyzer", "field"]).size().to_dict()
+
     assert lines == {
         ("cka", "p_values"): count * (count - 1) // 2,
         ("cka", "max_p_value"): 1,
@@ -83,9 +87,11 @@ def test_every_test_of_a_report_is_one_line(report, method):
         ("fit", "max_p_value"): 1,
     }
     assert list(table.columns) == ["analyzer", "field", "row_layer", "column_layer", "p_value", "p_adjusted"]
+
     layers = report["cka"].layers
     for _, line in table[table["field"] == "p_values"].iterrows():
-        row, column = layers.index(line["row_layer"]), layers.index(line["column_layer"])
+        row = layers.index(line["row_layer"])
+        column = layers.index(line["column_layer"])
         assert row != column
         assert line["p_value"] == float(report[line["analyzer"]].p_values[row, column])
 
@@ -94,8 +100,10 @@ def test_nan_stays_and_does_not_count(report):
     p = report["cka"].p_values.clone()
     p[0, 1] = p[1, 0] = math.nan
     changed = Report({"cka": replace(report["cka"], p_values=p)})
-    table, all_of_it = changed.p_values(), Report({"cka": report["cka"]}).p_values()
+    table = changed.p_values()
+    all_of_it = Report({"cka": report["cka"]}).p_values()
     check(table, "holm")
+
     assert len(table) == len(all_of_it)
     assert table["p_adjusted"].isna().sum() == 1
     assert table["p_adjusted"].min() < all_of_it["p_adjusted"].min()
@@ -127,9 +135,9 @@ def test_a_difference_adjusts_over_each_field(method):
         lsim.analyze(tiny_llama(seed=seed), lsim.Data(random_tokens(16, 8), batch_size=1), analyzers, intervals=True)
         for seed in (0, 1)
     ]
-    found = lsim.difference(*runs, adjust=method)
+    difference = lsim.difference(*runs, adjust=method)
     families = {}
-    for name, node in found.items():
+    for name, node in difference.items():
         for field, array in node.data_vars.items():
             p, corrected = (array.sel(statistic=which).values for which in ("p_value", "p_adjusted"))
             once = np.triu(np.ones_like(p, dtype=bool)) if array.dims[:2] == ("row", "column") else np.ones_like(p, dtype=bool)
@@ -137,12 +145,13 @@ def test_a_difference_adjusts_over_each_field(method):
             np.testing.assert_array_equal(np.isnan(p), np.isnan(corrected))
             key = "headline" if field == "headline" else (name, field)
             families.setdefault(key, []).append((p[tested], corrected[tested]))
+
     assert len(families) > 4
-    for own in families.values():
-        p, corrected = map(np.concatenate, zip(*own, strict=True))
+    for columns in families.values():
+        p, corrected = map(np.concatenate, zip(*columns, strict=True))
         np.testing.assert_allclose(corrected, ORACLES[method](p.tolist()), rtol=1e-12)
     # The diagonal of the cosine has no test.
-    assert np.isnan(found["cosine"]["values"].sel(statistic="p_value").values.diagonal()).all()
+    assert np.isnan(difference["cosine"]["values"].sel(statistic="p_value").values.diagonal()).all()
 
 
 def test_a_small_p_value_is_printed_as_a_bound():

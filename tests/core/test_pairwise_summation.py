@@ -17,7 +17,8 @@ def join(a: str, b: str) -> str:
 def in_requests(first: int, end: int, sizes: list[int]) -> list[tuple[int, str]]:
     """The groups of a run over some terms that sends requests of at most these sizes in turn, each summed by itself."""
     stack: list[tuple[int, str]] = []
-    index, turn = first, 0
+    index = first
+    turn = 0
     while index < end:
         size = min(next_size(index, sizes[turn % len(sizes)]), end - index)
         turn += 1
@@ -50,6 +51,7 @@ def test_any_ranges_add_in_one_order(count, cuts, sizes):
     for first, end in itertools.pairwise(edges):
         for number, value in in_requests(first, end, sizes):
             push(stack, number, value, join)
+
     assert fold(stack, join) == recursive(0, count)
 
 

@@ -117,13 +117,16 @@ dist.destroy_process_group()
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_all_ranks_raise_if_one_has_other_inputs_or_fails(ranks, tmp_path):
     run_in_group(SCRIPT, ranks, str(tmp_path))
-    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
-    assert {each.pop("tokens") for each in found} == {54}
+    outcomes = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
+    assert {outcome.pop("tokens") for outcome in outcomes} == {54}
+
     failed = {"failure in the first batch", "failure later", "failure of a stream"}
-    for name in found[0]:
-        errors = [each[name] for each in found]
+    for name in outcomes[0]:
+        errors = [outcome[name] for outcome in outcomes]
         assert all(error[0] for error in errors), (name, errors)
         # The rank that fails raises its own error.
         assert all(error[2] for error in (errors[:-1] if name in failed else errors)), (name, errors)
     for name in ("order of rows", "labels", "groups", "weights", "hook", "autocast"):
-        assert all(f"Rank {ranks - 1}" in each[name][1] or "Rank 1" in each[name][1] for each in found), found[0][name]
+        assert all(f"Rank {ranks - 1}" in outcome[name][1] or "Rank 1" in outcome[name][1] for outcome in outcomes), outcomes[
+            0
+        ][name]

@@ -46,13 +46,14 @@ def test_every_number_of_every_field_is_one_line(report, table):
 
 
 def test_a_line_has_its_labels_and_its_interval(report, table):
-    found = report["raw"].interval("accuracy")
+    interval = report["raw"].interval("accuracy")
     lines = table.query("analyzer == 'raw' and field == 'accuracy'")
     assert list(lines["layer"]) == list(report["raw"].layers[1:])
-    for column, values in (("low", found.low), ("high", found.high), ("se", found.error)):
+    for column, values in (("low", interval.low), ("high", interval.high), ("se", interval.error)):
         assert torch.equal(torch.tensor(lines[column].to_numpy()), values)
-    [one] = table.query("analyzer == 'cka' and field == 'values'")[["row_layer", "column_layer", "value"]].values[[1]].tolist()
-    assert one == [*report["cka"].layers[:2], float(report["cka"].values[0, 1])]
+
+    [line] = table.query("analyzer == 'cka' and field == 'values'")[["row_layer", "column_layer", "value"]].values[[1]].tolist()
+    assert line == [*report["cka"].layers[:2], float(report["cka"].values[0, 1])]
     # The first pass determines the mean, which has no interval.
     assert table.query("field == 'mean'")["low"].isna().all()
     assert list(table.columns[:5]) == ["analyzer", "field", "layer", "row_layer", "column_layer"]
@@ -64,6 +65,7 @@ def test_layers_are_ordered_as_in_the_model(table):
     assert table["layer"].cat.ordered
     assert order[0].endswith("hook_resid_pre"), "of a curve that has it, although the first result has blocks only"
     assert order == sorted(order, key=lambda name: (int(re.findall(r"\d+", name)[0]), "post" in name))
+
     wide = table.query("analyzer == 'cka' and field == 'values'").pivot(
         index="row_layer", columns="column_layer", values="value"
     )
@@ -82,7 +84,8 @@ def test_labels_of_other_results_stand_after_their_predecessors_in_either_order(
         values = torch.zeros(len(names), dtype=torch.float64)
         return LayerCurve(values=values, layers=names, provenance=report["cka"].provenance)
 
-    short, long = curve("a", "x"), curve("a", "b", "c")
+    short = curve("a", "x")
+    long = curve("a", "b", "c")
     for results in ({"s": short, "l": long}, {"l": long, "s": short}):
         assert list(Report(results).to_frame()["layer"].cat.categories) == ["a", "x", "b", "c"]
 
@@ -112,12 +115,12 @@ def test_json_is_strict_exact_and_has_the_provenance(report, table, tmp_path):
 
 
 def test_numbers_that_json_lacks_are_null(report, tmp_path):
-    own = LayerCurve(
+    curve = LayerCurve(
         values=torch.tensor([math.nan, math.inf, 1.0], dtype=torch.float64),
         layers=("a", "b", "c"),
         provenance=report["cka"].provenance,
     )
-    plain = json.loads(Report({"own": own}).to_json(tmp_path / "x.json").read_text())
+    plain = json.loads(Report({"own": curve}).to_json(tmp_path / "x.json").read_text())
     assert [line["value"] for line in plain["data"]] == [None, None, 1.0]
 
 
@@ -154,10 +157,12 @@ def test_headline_numbers_go_to_a_logger(report):
     logger.log(report.headline(), step=3)
     [(step, numbers)] = logger.lines
     assert step == 3
+
     texts = [(name, text, value) for name, result in report.items() for text, value in result.headline().items()]
-    own = {key: value for key, value in numbers.items() if not key.endswith(("_low", "_high"))}
-    assert list(own.values()) == pytest.approx([float(value) for _, _, value in texts], nan_ok=True)
-    assert [key.split("/")[0] for key in own] == [name for name, _, _ in texts]
+    values = {key: value for key, value in numbers.items() if not key.endswith(("_low", "_high"))}
+    assert list(values.values()) == pytest.approx([float(value) for _, _, value in texts], nan_ok=True)
+    assert [key.split("/")[0] for key in values] == [name for name, _, _ in texts]
+
     ends = report["raw"].interval(lambda result: result.accuracy[-1])
     key = "raw/accuracy_of_the_last_layer"
     assert (numbers[f"{key}_low"], numbers[f"{key}_high"]) == (float(ends.low), float(ends.high))
@@ -174,9 +179,9 @@ def test_names_of_headline_numbers_do_not_change_with_the_numbers(report):
         {"lowest rank, at blocks.0 (width 8)": 1.0, "rank (1: full)": 2.0, "rank (2: half)": 3},
         {"lowest rank, at blocks.3 (width 8)": 1.5, "rank (1: full)": 2.5, "rank (2: half)": 4},
     ):
-        own = object.__new__(Own)
-        vars(own)["numbers"] = numbers
-        names.append(list(Report({"r": own}).headline()))
+        result = object.__new__(Own)
+        vars(result)["numbers"] = numbers
+        names.append(list(Report({"r": result}).headline()))
     assert names[0] == names[1] == ["r/lowest_rank", "r/rank", "r/rank_2_half"]
 
 
@@ -204,10 +209,11 @@ def test_a_report_is_copied_and_pickled(report):
 @pytest.mark.light("report.safetensors", "prediction_grid.safetensors", "stitch.safetensors", "trajectory.safetensors")
 @pytest.mark.parametrize("name", RESULTS)
 def test_results_of_every_kind_have_a_table(name, tmp_path):
-    found = lsim.load(FILES / name)
-    report = found if isinstance(found, Report) else Report({"own": found})
+    loaded = lsim.load(FILES / name)
+    report = loaded if isinstance(loaded, Report) else Report({"own": loaded})
     table = report.to_frame()
     again = pandas.read_json(report.to_json(tmp_path / "x.json"), orient="table", precise_float=True)
+
     assert list(again.columns) == list(table.columns)
     # A field of one of these files is infinite, which JSON cannot hold.
     assert again["value"].equals(table["value"].replace([math.inf, -math.inf], math.nan))

@@ -50,10 +50,11 @@ def test_entries_of_an_axis_without_labels_are_numbered():
         values: torch.Tensor = axes("step", "draw", label="Draw")
         again: torch.Tensor = axes("draw")
 
-    values, two = torch.zeros(3, 2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
-    found = Drawn(values=values, again=two, layers=("a",), provenance=provenance())
-    assert (found.coordinates("step"), found.coordinates("draw")) == ((1, 2, 3), (0, 1))
-    assert found.to_frame().values.tolist() == [[step, draw, 0.0] for step in (1, 2, 3) for draw in (0, 1)]
+    values = torch.zeros(3, 2, dtype=torch.float64)
+    two = torch.zeros(2, dtype=torch.float64)
+    drawn = Drawn(values=values, again=two, layers=("a",), provenance=provenance())
+    assert (drawn.coordinates("step"), drawn.coordinates("draw")) == ((1, 2, 3), (0, 1))
+    assert drawn.to_frame().values.tolist() == [[step, draw, 0.0] for step in (1, 2, 3) for draw in (0, 1)]
     with pytest.raises(lsim.LayersimError, match=r"again has shape \(3,\).*\(2,\)"):
         Drawn(values=values, again=values[:, 0], layers=("a",), provenance=provenance())
 
@@ -62,8 +63,10 @@ def test_tables_are_tidy(report):
     table = report["cosine"].to_frame()
     assert list(table.columns) == ["row_layer", "column_layer", "values", "std", "below_zero", "angular"]
     assert len(table) == 16
+
     row = table[(table.row_layer == "blocks.0.hook_resid_pre") & (table.column_layer == "blocks.2.hook_resid_post")]
     assert row["values"].item() == report["cosine"].values[0, 3].item()
+
     last = report["cosine"].to_frame("to_last")
     assert list(last.columns) == ["quantile", "layer", "to_last"]
     assert list(report["cosine"].to_frame("norm_ratio").layer) == list(report["cosine"].layers[1:])
@@ -76,6 +79,7 @@ def test_pivots_keep_the_order_of_layers():
     values = torch.arange(144, dtype=torch.float64).view(12, 12)
     matrix = LayerMatrix(values=values, layers=names, column_layers=names, provenance=provenance())
     pivot = matrix.to_frame().pivot(index="row_layer", columns="column_layer", values="values")
+
     assert (pivot.to_numpy() == values.numpy()).all()
     assert list(pivot.index) == list(names)
 
@@ -90,10 +94,10 @@ def test_a_result_says_in_short_what_it_is(report):
 
 def test_not_a_number_and_infinity_survive(tmp_path):
     values = torch.tensor([float("nan"), float("inf"), -0.0], dtype=torch.float64)
-    one = LayerCurve(values=values, layers=("a", "b", "c"), provenance=provenance(seconds=float("inf")))
-    again = lsim.load(one.save(tmp_path / "x"))
-    assert torch.equal(again.values.view(torch.int64), values.view(torch.int64))
-    assert again.provenance.seconds == float("inf")
+    curve = LayerCurve(values=values, layers=("a", "b", "c"), provenance=provenance(seconds=float("inf")))
+    loaded = lsim.load(curve.save(tmp_path / "x"))
+    assert torch.equal(loaded.values.view(torch.int64), values.view(torch.int64))
+    assert loaded.provenance.seconds == float("inf")
 
 
 def test_a_result_is_no_report_and_a_checkpoint_no_result(tmp_path):
@@ -133,13 +137,14 @@ def margins(*names: str) -> Margins:
 
 
 def test_fields_of_an_own_result_have_headlines_tables_and_figures():
-    found = margins("blocks.0.hook_resid_pre", "blocks.0.hook_resid_post", "blocks.1.hook_resid_post")
-    assert list(found.headline().values()) == [0, 2, 0.5]
-    assert found.plot().layout.yaxis.title.text == "Margin (logits)"
-    assert found.declared("spread").words == "Spread"
-    assert [picture.name for picture in found.pictures] == ["values"]
-    assert list(found.to_frame()) == ["layer", "values", "spread"]
-    assert list(found.to_frame("spread")) == ["layer", "spread"]
+    result = margins("blocks.0.hook_resid_pre", "blocks.0.hook_resid_post", "blocks.1.hook_resid_post")
+    assert list(result.headline().values()) == [0, 2, 0.5]
+    assert result.plot().layout.yaxis.title.text == "Margin (logits)"
+    assert result.declared("spread").words == "Spread"
+    assert [picture.name for picture in result.pictures] == ["values"]
+    assert list(result.to_frame()) == ["layer", "values", "spread"]
+    assert list(result.to_frame("spread")) == ["layer", "spread"]
+
     heads = margins("blocks.0.attn.hook_z[0]", "blocks.0.attn.hook_z[1]")
     assert list(heads.headline().values()) == [0.5, 0.5]
 
@@ -163,11 +168,12 @@ def test_a_table_of_a_paper_has_half_of_the_interval():
         LayerCurve(values=torch.tensor([x, 10 * x], dtype=torch.float64), layers=("a", "b"), provenance=provenance())
         for x in (1.5, 1.4, 1.6, 1.7)
     )
-    found = dataclasses.replace(whole, replicates=tuple(without), block_tokens=(1, 1, 1))
+    result = dataclasses.replace(whole, replicates=tuple(without), block_tokens=(1, 1, 1))
     error, skew, effective = skewness.moments([1.4, 1.6, 1.7])
     low, high = skewness.ends(1.5, error, 2, skew, effective)
     half = (high - low) / 2
-    cells = [line.split("|")[2].strip() for line in found.to_markdown().splitlines()[2:]]
+    cells = [line.split("|")[2].strip() for line in result.to_markdown().splitlines()[2:]]
+
     assert cells == [f"1.5 ± {half:.1f}", f"15 ± {10 * half:.0f}"]
 
 
@@ -175,6 +181,7 @@ def test_tables_of_papers_are_escaped():
     report = Report({"a_b": margins("blocks.0.hook_resid_pre", "x_1|&")})
     lines = [line for line in report.to_latex().splitlines() if "&" in line]
     assert [line.split(" & ")[0] for line in lines[1:]] == [r"a\_b"] * len(report["a_b"].headline())
+
     rows = report["a_b"].to_latex("spread").splitlines()
     assert rows[5] == r"x\_1|\& & 0.5 \\"
     assert report["a_b"].to_markdown("spread").splitlines()[-1].split(" | ")[0].rstrip() == r"| x\_1\|\&"
@@ -190,7 +197,8 @@ def test_a_class_that_is_defined_again_is_the_one_that_is_read(tmp_path):
 
         return Again
 
-    first, second = defined(), defined()
-    made = first(values=torch.zeros(1, dtype=torch.float64), layers=("a",), provenance=provenance())
-    assert type(lsim.load(made.save(tmp_path / "x"))) is second
+    first = defined()
+    second = defined()
+    result = first(values=torch.zeros(1, dtype=torch.float64), layers=("a",), provenance=provenance())
+    assert type(lsim.load(result.save(tmp_path / "x"))) is second
     del first, second

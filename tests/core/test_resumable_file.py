@@ -11,7 +11,8 @@ import tl_layersim as lsim
 from tl_layersim.core import file_format, resumable_file
 from tl_layersim.core.resumable_file import ResumableFile
 
-NOTES, TENSORS = {"step": 3, "name": "x"}, {"a": torch.arange(4), "b": torch.ones(2, dtype=torch.float64)}
+NOTES = {"step": 3, "name": "x"}
+TENSORS = {"a": torch.arange(4), "b": torch.ones(2, dtype=torch.float64)}
 
 
 def parse(notes, tensors):
@@ -23,6 +24,7 @@ def parse(notes, tensors):
 def test_a_state_is_read_back_exactly(kind, identity, tmp_path):
     path = tmp_path / "run"
     assert ResumableFile(path, kind, identity).resume(parse) is None
+
     ResumableFile(path, kind, identity).write(NOTES, TENSORS)
     step, name, tensors = ResumableFile(path, kind, identity).resume(parse)
     assert (step, name) == (3, "x")
@@ -32,6 +34,7 @@ def test_a_state_is_read_back_exactly(kind, identity, tmp_path):
 def test_no_path_keeps_nothing():
     file = ResumableFile(None, "training", {})
     assert file.resume(parse) is None
+
     file.write(NOTES, TENSORS)
     file.save(NOTES, TENSORS)
     assert not file.due
@@ -57,9 +60,9 @@ def test_an_interrupt_writes_the_state_and_says_where(tmp_path):
         raise KeyboardInterrupt
     assert caught.value.__notes__ == [f"The state is in {file.path}; the same call continues from there."]
     assert file.resume(parse)[0] == 3
-    with pytest.raises(ValueError, match="x") as other, file.saved_on_interrupt(lambda: None, lambda: "The state is"):
+    with pytest.raises(ValueError, match="x") as other_error, file.saved_on_interrupt(lambda: None, lambda: "The state is"):
         raise ValueError("x")
-    assert not hasattr(other.value, "__notes__")
+    assert not hasattr(other_error.value, "__notes__")
 
 
 def test_a_full_disk_is_a_warning_and_on_an_interrupt_a_note(tmp_path, monkeypatch):
@@ -81,14 +84,19 @@ def test_saves_are_spaced_by_time_and_by_their_own_duration(tmp_path, monkeypatc
     monkeypatch.setattr(resumable_file.time, "monotonic", lambda: now[0])
     file = ResumableFile(tmp_path / "run", "training", {})
     now[0] = 29.0
+
     assert not file.due
+
     now[0] = 31.0
     assert file.due
+
     plain = resumable_file.write
-    monkeypatch.setattr(resumable_file, "write", lambda *given: now.__setitem__(0, now[0] + 10) or plain(*given))
+    monkeypatch.setattr(resumable_file, "write", lambda *arguments: now.__setitem__(0, now[0] + 10) or plain(*arguments))
     # A save of 10 s: the next one comes after 200 s.
     file.save(NOTES, TENSORS)
     now[0] = 41.0 + 199
+
     assert not file.due
+
     now[0] = 41.0 + 201
     assert file.due

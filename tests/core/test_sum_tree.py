@@ -22,14 +22,14 @@ def part(start: int, count: int) -> DataBlock:
 
 def held(tree: SumTree) -> list[tuple[int, int]]:
     """First batch and number of batches of each block."""
-    found = []
+    blocks = []
     for block in tree.blocks():
         numbers = block.sums["a"]["mask"].nonzero().flatten().tolist()
         assert block.sums["a"]["mask"].max() == 1
         assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
         assert (len(numbers), 10 * len(numbers)) == (block.texts, block.tokens)
-        found.append((numbers[0], len(numbers)))
-    return found
+        blocks.append((numbers[0], len(numbers)))
+    return blocks
 
 
 @pytest.mark.parametrize("count", [1, 2, 15, 31, 32, 33, 63, 64, 65, 100, 128, 129, 257, 299])
@@ -38,10 +38,11 @@ def test_blocks_are_contiguous_of_one_size_and_16_to_32(count):
     for number in range(count):
         tree = tree.add(part(number, 1))
         assert len(tree.blocks()) <= MOST_BLOCKS
-    found = held(tree)
-    assert [start for start, _ in found] == list(range(0, count, tree.size))
-    assert sum(size for _, size in found) == count
-    assert len(found) == min(count, len(found)) >= min(count, 16)
+
+    blocks = held(tree)
+    assert [start for start, _ in blocks] == list(range(0, count, tree.size))
+    assert sum(size for _, size in blocks) == count
+    assert len(blocks) == min(count, len(blocks)) >= min(count, 16)
     assert tree.size == texts_in_block(count, 1) == first_block_size(count)
     assert tree.total().tokens == 10 * count
 
@@ -63,7 +64,8 @@ def test_blocks_do_not_depend_on_how_batches_are_grouped_into_requests(first, co
         return [values[i] + values[i + 1] if i + 1 < len(values) else values[i] for i in range(0, len(values), 2)]
 
     def run(most: int) -> list[float]:
-        tree, index = SumTree(first), 0
+        tree = SumTree(first)
+        index = 0
         while index < count:
             size = next_size(index, min(most, texts_in_block(index, first)))
             while index + size > count:
@@ -91,6 +93,7 @@ def test_coarser_blocks_hold_the_same_batches(count):
     for number in range(count):
         tree = tree.add(part(number, 1))
     coarse = tree.coarser(4)
+
     assert [start for start, _ in held(coarse)] == list(range(0, count, 4))
     assert tree.coarser(1) is tree
 
@@ -119,23 +122,28 @@ def test_trees_over_any_ranges_join_to_the_tree_of_one_run(count, cuts, blocks, 
     joined = SumTree(size)
     for first, end in itertools.pairwise(edges):
         joined = joined.join(grown(terms, first, end, size))
+
     assert bits((joined.total(),)) == bits((alone.total(),))
+
     if blocks:
         assert bits(joined.blocks()) == bits(alone.blocks())
     # In any grouping too, as workers of a cluster add neighbours first.
     middle = len(edges) // 2
     ranges = list(itertools.pairwise(edges))
-    left, right = SumTree(size), SumTree(size, edges[middle])
+    first_tree = SumTree(size)
+    second_tree = SumTree(size, edges[middle])
     for first, end in ranges[:middle]:
-        left = left.join(grown(terms, first, end, size))
+        first_tree = first_tree.join(grown(terms, first, end, size))
     for first, end in ranges[middle:]:
-        right = right.join(grown(terms, first, end, size))
-    assert bits(left.join(right).nodes) == bits(joined.nodes)
+        second_tree = second_tree.join(grown(terms, first, end, size))
+
+    assert bits(first_tree.join(second_tree).nodes) == bits(joined.nodes)
 
 
 def test_the_total_with_blocks_is_the_total_without():
     terms = torch.randn(100, dtype=torch.float64)
-    with_blocks, without = grown(terms, 0, 100, 1), grown(terms, 0, 100, None)
+    with_blocks = grown(terms, 0, 100, 1)
+    without = grown(terms, 0, 100, None)
     assert len(without.nodes) == 3
     assert bits((with_blocks.total(),)) == bits((without.total(),))
 
@@ -143,16 +151,19 @@ def test_the_total_with_blocks_is_the_total_without():
 @pytest.mark.light("False")
 @pytest.mark.parametrize("intervals", [False, True])
 def test_the_most_nodes_are_those_of_a_tree_that_grows(intervals):
-    block, tree, most = DataBlock(1, 1, {}), SumTree(1 if intervals else None), 0
+    block = DataBlock(1, 1, {})
+    tree = SumTree(1 if intervals else None)
+    most = 0
     for batches in range(1, 300):
         most = max(most, len(tree.nodes) + 1)
         tree = tree.add(block)
         assert most_nodes(batches, intervals) == most
         # With blocks that are chosen beforehand.
-        known, nodes = SumTree(first_block_size(batches) if intervals else None), 0
+        tree_of_blocks = SumTree(first_block_size(batches) if intervals else None)
+        nodes = 0
         for _ in range(batches):
-            nodes = max(nodes, len(known.nodes) + 1)
-            known = known.add(block)
+            nodes = max(nodes, len(tree_of_blocks.nodes) + 1)
+            tree_of_blocks = tree_of_blocks.add(block)
         assert nodes <= most
 
 

@@ -63,8 +63,10 @@ def test_an_interrupt_saves_the_last_whole_step_and_says_where_to_resume(stop, t
     file = ResumableFile(tmp_path / "run", "training", {})
     with pytest.raises(type(stop)) as caught:
         run_steps(Summing(stop=stop, at=4), file)
+
     note = f"The training up to step 4 of 6 is in {file.path}; the same call continues from there."
     assert caught.value.__notes__[-1] == note
+
     resumed = Summing().restore(file)
     run_steps(resumed, file)
     assert (resumed.total, resumed.computed) == (15.0, [4, 5])
@@ -90,18 +92,24 @@ def test_the_state_is_saved_when_that_is_due_and_by_the_leading_process_alone(tm
     monkeypatch.setattr(resumable_file, "SAVE_SPACING", 0)
     for leads in (True, False):
         file = ResumableFile(tmp_path / str(leads), "training", {})
-        training, made = Summing(), []
+        training = Summing()
+        saved_steps = []
         training.leads = leads
         plain = file.write
         monkeypatch.setattr(
-            file, "write", lambda *given, plain=plain, made=made: made.append(given[0]["made"]) or plain(*given)
+            file,
+            "write",
+            lambda *arguments, plain=plain, saved_steps=saved_steps: (
+                saved_steps.append(arguments[0]["made"]) or plain(*arguments)
+            ),
         )
         run_steps(training, file)
-        assert made == ([1, 2, 3, 4, 5, 6] if leads else [])
+        assert saved_steps == ([1, 2, 3, 4, 5, 6] if leads else [])
 
 
 class Settings:
-    steps, clip = 8, 0.5
+    steps = 8
+    clip = 0.5
 
     def rate(self, step):
         return 0.1 / (step + 1)
@@ -137,29 +145,35 @@ class Fitting(Descent):
 
 @every_optimiser
 def test_a_descent_is_the_optimiser_by_hand(moments):
-    descent, other = Fitting(moments), Fitting(moments)
+    descent = Fitting(moments)
+    by_hand = Fitting(moments)
     run_steps(descent, ResumableFile(None, "training"))
     for step in range(8):
-        a, b, _ = other.parameters.values()
+        a, b, _ = by_hand.parameters.values()
         loss = ((a * b - torch.tensor([step, 7.0])) ** 2).sum()
         assert descent.curve[step] == float(loss.detach())
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(list(other.parameters.values()), 0.5)
-        other.optimiser.param_groups[0]["lr"] = 0.1 / (step + 1)
-        other.optimiser.step()
-        other.optimiser.zero_grad()
-    assert all(torch.equal(descent.parameters[name], other.parameters[name]) for name in "abc")
+        torch.nn.utils.clip_grad_norm_(list(by_hand.parameters.values()), 0.5)
+        by_hand.optimiser.param_groups[0]["lr"] = 0.1 / (step + 1)
+        by_hand.optimiser.step()
+        by_hand.optimiser.zero_grad()
+
+    assert all(torch.equal(descent.parameters[name], by_hand.parameters[name]) for name in "abc")
     assert all(parameter.grad is None for parameter in descent.parameters.values())
 
 
 @every_optimiser
 def test_a_descent_goes_on_from_its_tensors_with_the_same_bits(moments):
-    whole, first, second = Fitting(moments), Fitting(moments), Fitting(moments)
+    whole = Fitting(moments)
+    first = Fitting(moments)
+    second = Fitting(moments)
     run_steps(whole, ResumableFile(None, "training"))
     first.steps = 3
     run_steps(first, ResumableFile(None, "training"))
     tensors = {name: value.clone() for name, value in first.tensors().items()}
+
     assert set(tensors) == {"weight/a", "weight/b", "weight/c"} | {f"{kind}/{name}" for kind in moments for name in "ab"}
+
     second.load(tensors)
     second.curve = list(first.curve)
     run_steps(second, ResumableFile(None, "training"))
@@ -180,6 +194,7 @@ def test_a_shuffle_is_a_permutation_of_its_own_each_epoch(seed):
     shuffle = Shuffle(7, seed)
     rows = [shuffle.row(place) for place in range(35)]
     epochs = [rows[start : start + 7] for start in range(0, 35, 7)]
+
     assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) > 1
     for number, epoch in enumerate(epochs):

@@ -34,8 +34,10 @@ def test_an_interrupted_write_leaves_the_old_file(how, tmp_path, monkeypatch):
         patch.setattr(os, "fsync", full)
         with pytest.raises(OSError, match=r"Could not write .*No space left(.|\n)*unchanged"):
             SAVES[how](path)
+
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["x"]
+
     SAVES[how](path)
     assert path.read_text(errors="ignore") != "old"
     assert os.listdir(tmp_path) == ["x"]
@@ -67,6 +69,7 @@ def test_files_have_the_permissions_that_the_umask_leaves(tmp_path):
         assert path.stat().st_mode & 0o777 == 0o640
     finally:
         os.umask(before)
+
     assert len(lsim.load(path).values) == 3
     assert os.listdir(tmp_path) == ["x"]
 
@@ -86,8 +89,9 @@ def test_what_was_left_long_ago_is_removed(tmp_path):
 def test_every_dtype_comes_back(tmp_path):
     held = {str(dtype): torch.arange(6).to(dtype).view(2, 3).t() for dtype in file_format.DTYPES}
     held |= {"none": torch.zeros(0, 3), "one": torch.tensor(1.5)}
-    _, found = file_format.read(file_format.write(tmp_path / "x", "test", {}, held), ("test",))
-    assert found.keys() == held.keys()
+    _, tensors = file_format.read(file_format.write(tmp_path / "x", "test", {}, held), ("test",))
+
+    assert tensors.keys() == held.keys()
     for name, value in held.items():
-        assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape)
-        assert torch.equal(found[name], value)
+        assert (tensors[name].dtype, tensors[name].shape) == (value.dtype, value.shape)
+        assert torch.equal(tensors[name], value)

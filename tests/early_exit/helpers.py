@@ -30,17 +30,17 @@ def layers_of(model):
     blocks = model.model.layers if llama else model.transformer.h
     norm = model.model.norm if llama else model.transformer.ln_f
 
-    def read(**inputs):
-        seen = []
-        handles = [b.register_forward_pre_hook(lambda _m, a: seen.append(a[0])) for b in blocks]
-        handles += [blocks[-1].register_forward_hook(lambda _m, _a, o: seen.append(o))]
+    def stream_of(**inputs):
+        stream = []
+        handles = [b.register_forward_pre_hook(lambda _m, a: stream.append(a[0])) for b in blocks]
+        handles += [blocks[-1].register_forward_hook(lambda _m, _a, o: stream.append(o))]
         with torch.no_grad():
             model(**inputs, use_cache=False)
         for handle in handles:
             handle.remove()
-        return seen
+        return stream
 
-    return read, lambda h: model.lm_head(norm(h)).detach()
+    return stream_of, lambda h: model.lm_head(norm(h)).detach()
 
 
 def naive_exit(states, lens, at, rule, threshold, shortlist=None, heads=()):
@@ -48,21 +48,24 @@ def naive_exit(states, lens, at, rule, threshold, shortlist=None, heads=()):
 
     Checks are made after the blocks `at`, numbers from 0; the exit is a number of blocks that have run.
     """
-    streak, last = 0, None
+    streak = 0
+    last = None
     for layer in (block + 1 for block in at):
         logits = heads[layer - 1](states[layer]) if heads else lens(states[layer])
         asked = logits if shortlist is None else logits[shortlist]
         p = asked.double().softmax(-1).sort(descending=True).values
         if rule == "patience":
             best = int(asked.argmax())
-            streak, last = (streak + 1 if best == last else 1), best
+            streak = streak + 1 if best == last else 1
+            last = best
             sure = streak >= threshold
         elif rule == "max-prob":
             sure = p[0] > threshold
         elif rule == "margin":
             sure = p[0] - p[1] > threshold
         else:
-            a, b = states[layer].double(), states[layer - 1].double()
+            a = states[layer].double()
+            b = states[layer - 1].double()
             sure = a @ b / (a.norm() * b.norm()) > threshold
         if sure:
             return logits, layer
@@ -70,10 +73,12 @@ def naive_exit(states, lens, at, rule, threshold, shortlist=None, heads=()):
 
 
 def naive_generate(model, row, new, at, rule, threshold, shortlist=None, eos=None, heads=()):
-    read, lens = layers_of(model)
-    row, tokens, exits = row.tolist(), [], []
+    stream_of, lens = layers_of(model)
+    row = row.tolist()
+    tokens = []
+    exits = []
     for _ in range(new):
-        states = [h[0, -1] for h in read(input_ids=torch.tensor([row]))]
+        states = [h[0, -1] for h in stream_of(input_ids=torch.tensor([row]))]
         logits, layer = naive_exit(states, lens, at, rule, threshold, shortlist, heads)
         tokens.append(int(logits.argmax()))
         exits.append(layer)
@@ -86,7 +91,8 @@ def naive_generate(model, row, new, at, rule, threshold, shortlist=None, eos=Non
 def ragged(lengths, side="left", seed=0):
     """Rows of these lengths in one tensor, with a mask."""
     width = max(lengths)
-    tokens, mask = torch.zeros(len(lengths), width, dtype=torch.int64), torch.zeros(len(lengths), width, dtype=torch.int64)
+    tokens = torch.zeros(len(lengths), width, dtype=torch.int64)
+    mask = torch.zeros(len(lengths), width, dtype=torch.int64)
     for i, length in enumerate(lengths):
         place = slice(width - length, width) if side == "left" else slice(0, length)
         tokens[i, place] = random_tokens(1, length, seed + i)[0]
@@ -103,14 +109,18 @@ def classifier(name):
     text, mask = ragged([9, 5, 7, 9, 3, 8, 9, 4], "right")
     if name == "vit":
         config = transformers.ViTConfig(**small, image_size=16, patch_size=8, num_labels=3)
-        model, inputs, mask = transformers.ViTForImageClassification(config), torch.randn(8, 3, 16, 16), None
+        model = transformers.ViTForImageClassification(config)
+        inputs = torch.randn(8, 3, 16, 16)
+        mask = None
     elif name == "llama":
         config = transformers.LlamaConfig(**small, vocab_size=VOCABULARY, num_labels=3, pad_token_id=0)
-        model, inputs = transformers.LlamaForSequenceClassification(config), text
+        model = transformers.LlamaForSequenceClassification(config)
+        inputs = text
     else:
         config = transformers.BertConfig(**small, vocab_size=VOCABULARY, num_labels=3)
         cls = transformers.BertForMaskedLM if name == "masked" else transformers.BertForSequenceClassification
-        model, inputs = cls(config), text
+        model = cls(config)
+        inputs = text
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

@@ -24,34 +24,43 @@ class TestWholeModel:
         early = EarlyExit(model, 1.0, at=(0, 1))
         for lengths in ([9], [9, 4, 7]):
             tokens, mask = ragged(lengths)
-            own = model.generate(
+            expected = model.generate(
                 tokens, attention_mask=mask, max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0
             )
-            found = early.generate(tokens, attention_mask=mask, max_new_tokens=16, eos_token_id=())
-            assert torch.stack(found.tokens).tolist() == own[:, 9:].tolist()
-            assert set(torch.cat(found.exits).tolist()) == {3}
-            assert found.checks == 0
+            generated = early.generate(tokens, attention_mask=mask, max_new_tokens=16, eos_token_id=())
+            assert torch.stack(generated.tokens).tolist() == expected[:, 9:].tolist()
+            assert set(torch.cat(generated.exits).tolist()) == {3}
+            assert generated.checks == 0
 
     def test_gpt2(self):
         model = tiny_gpt2()
         tokens, mask = ragged([3, 8])
-        own = model.generate(tokens, attention_mask=mask, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
-        found = EarlyExit(model, 1).generate(tokens, attention_mask=mask, max_new_tokens=12, eos_token_id=())
-        assert torch.stack(found.tokens).tolist() == own[:, 8:].tolist()
+        expected = model.generate(
+            tokens, attention_mask=mask, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+
+        generated = EarlyExit(model, 1).generate(tokens, attention_mask=mask, max_new_tokens=12, eos_token_id=())
+
+        assert torch.stack(generated.tokens).tolist() == expected[:, 8:].tolist()
 
     @pytest.mark.heavy("seconds, where faster tests reach the same")
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
     def test_dtypes(self, dtype):
-        model, tokens = deep().to(dtype), random_tokens(1, 6)
-        own = model.generate(tokens, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
-        found = EarlyExit(model, 1.0, at=(1,)).generate(tokens, max_new_tokens=8, eos_token_id=())
-        assert found.tokens[0].tolist() == own[0, 6:].tolist()
+        model = deep().to(dtype)
+        tokens = random_tokens(1, 6)
+        expected = model.generate(tokens, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+        generated = EarlyExit(model, 1.0, at=(1,)).generate(tokens, max_new_tokens=8, eos_token_id=())
+
+        assert generated.tokens[0].tolist() == expected[0, 6:].tolist()
+
         early = EarlyExit(model, 0.4, at=(0, 1, 3)).generate(tokens, max_new_tokens=20, eos_token_id=())
         assert {1, 6} <= set(early.exits[0].tolist())
+
         text = torch.cat([tokens[0], early.tokens[0]])[None]
         with torch.no_grad():
             logits = model(text[:, :-1]).logits[0, 5:].float()
         gap = logits.amax(-1) - logits.gather(1, text[0, 6:, None])[:, 0]
+
         # What the last block says is the model's own first choice, but for ties of half precision.
         assert float(gap[early.exits[0] == 6].max()) < (0.2 if dtype != torch.float64 else 1e-9)
 
@@ -61,12 +70,14 @@ class TestWholeModel:
 
         model = AutoModelForCausalLM.from_pretrained(optional_real("models", "stories15M"), dtype=torch.float32).eval()
         tokens, mask = ragged([6, 11])
-        own = model.generate(tokens, attention_mask=mask, max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
+        expected = model.generate(
+            tokens, attention_mask=mask, max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
         # Checks are made, and hardly anything passes them.
         early = EarlyExit(model, 0.9999999, at=(2,))
-        found = early.generate(tokens, attention_mask=mask, max_new_tokens=24, eos_token_id=())
-        assert torch.stack(found.tokens).tolist() == own[:, 11:].tolist()
-        assert found.checks
+        generated = early.generate(tokens, attention_mask=mask, max_new_tokens=24, eos_token_id=())
+        assert torch.stack(generated.tokens).tolist() == expected[:, 11:].tolist()
+        assert generated.checks
 
 
 class TestSampling:
@@ -76,6 +87,7 @@ class TestSampling:
         tokens = random_tokens(3, 5)
         options = {"max_new_tokens": 12, "do_sample": True, "eos_token_id": ()}
         a, b, c = (early.generate(tokens, seed=seed, **options) for seed in (7, 7, 8))
+
         assert [x.tolist() for x in a.tokens] == [x.tolist() for x in b.tokens]
         assert [x.tolist() for x in a.tokens] != [x.tolist() for x in c.tokens]
         # A row draws the same alone.
@@ -85,19 +97,20 @@ class TestSampling:
     def test_distribution(self):
         model = deep()
         row = random_tokens(1, 5)[0]
-        read, lens = layers_of(model)
+        stream_of, lens = layers_of(model)
         early = EarlyExit(model, 0.0, at=(2,))
-        logits = lens([h[0, -1] for h in read(input_ids=row[None])][3]).double()
+        logits = lens([h[0, -1] for h in stream_of(input_ids=row[None])][3]).double()
         p = (logits / 2.0).softmax(-1)
         # The smallest set with probability 0.7.
         order = p.argsort(descending=True)
         inside = order[: int((p[order].cumsum(0) < 0.7).sum()) + 1]
-        wanted = torch.zeros(VOCABULARY, dtype=torch.float64)
-        wanted[inside] = p[inside] / p[inside].sum()
+        probabilities = torch.zeros(VOCABULARY, dtype=torch.float64)
+        probabilities[inside] = p[inside] / p[inside].sum()
         count = 400
-        found = early.generate(
+        generated = early.generate(
             row.expand(count, -1), max_new_tokens=1, do_sample=True, temperature=2.0, top_p=0.7, seed=0, eos_token_id=()
         )
-        share = torch.bincount(torch.cat(found.tokens), minlength=VOCABULARY).double() / count
-        assert float(share[wanted == 0].sum()) == 0
-        assert ((share - wanted).abs() <= 5 * (wanted * (1 - wanted) / count).sqrt() + 1e-9).all()
+        share = torch.bincount(torch.cat(generated.tokens), minlength=VOCABULARY).double() / count
+
+        assert float(share[probabilities == 0].sum()) == 0
+        assert ((share - probabilities).abs() <= 5 * (probabilities * (1 - probabilities) / count).sqrt() + 1e-9).all()

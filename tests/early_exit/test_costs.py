@@ -28,7 +28,9 @@ class TestCosts:
 
         def naive(at):
             """The expected step, from what each check and stretch costs."""
-            cost, before, share = costs.start, -1, 0.0
+            cost = costs.start
+            before = -1
+            share = 0.0
             for layer in (*at, 6):
                 cost += (layer - before) * costs.block * (1 - share**batch)
                 if layer == 6:
@@ -37,7 +39,8 @@ class TestCosts:
                 cost += costs.check * (1 - share**batch)
                 if not costs.full_check:
                     cost += costs.head * (1 - (1 - (then - share)) ** batch)
-                before, share = layer, then
+                before = layer
+                share = then
             return cost
 
         full = costs.start + 7 * costs.block + costs.head
@@ -47,9 +50,9 @@ class TestCosts:
         assert plan.at == best
         assert plan.speedup == pytest.approx(full / naive(best))
         assert sum(plan.exits.values()) == pytest.approx(1)
-        given = plan_for(costs, gone, (1, 4))
-        assert given.speedup == pytest.approx(full / naive((1, 4)))
-        assert given.exits == pytest.approx({1: gone[1], 4: gone[4] - gone[1], 6: 1 - gone[4]})
+        plan_of_two_exits = plan_for(costs, gone, (1, 4))
+        assert plan_of_two_exits.speedup == pytest.approx(full / naive((1, 4)))
+        assert plan_of_two_exits.exits == pytest.approx({1: gone[1], 4: gone[4] - gone[1], 6: 1 - gone[4]})
 
     @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_measured_costs_are_times(self):
@@ -68,10 +71,12 @@ class TestCosts:
         shares = exited_fractions(curve, 0.5, 8)
         exits = curve.at(0.5).exits
         assert shares[:7] == pytest.approx([float(exits[: i + 1].sum() / exits.sum()) for i in range(7)])
+
         costs = ExitCosts(block=1, check=0.5, head=0.5, blocks=8)
         early = EarlyExit(demo, 0.5, curve=curve, costs=costs)
         assert early.at == early.plan.at == plan_for(costs, shares).at
         assert "is expected" in str(early.plan)
+
         with pytest.warns(lsim.LayersimWarning, match="slower"):
             EarlyExit(demo, 0.9, curve=curve, costs=replace(costs, check=5.0), at="all")
         with pytest.raises(lsim.LayersimError, match="`costs` is None"):
@@ -91,6 +96,7 @@ class TestCosts:
         assert evenly_spread(12, 0.05) == (2, 5, 8)
         assert evenly_spread(12, 5 / 17) == (5,)
         assert evenly_spread(1, 5 / 6) == ()
+
         # Checks over three words, and of cosines, read next to nothing.
         model = tiny_llama(12)
         block = sum(p.numel() for p in model.model.layers[0].parameters())
@@ -98,11 +104,13 @@ class TestCosts:
         head = (1 + VOCABULARY) * 32
         assert EarlyExit(model).at == evenly_spread(12, head / (12 * block + head))
         assert EarlyExit(model, shortlist=[1, 2, 3]).at == EarlyExit(model, rule="cosine").at == (1, 4, 6, 9)
+
         # Given costs count in place of weights.
         costs = ExitCosts(block=1, check=0.1, head=0.1, blocks=12)
         assert EarlyExit(model, costs=costs).at == (1, 4, 6, 9)
         assert EarlyExit(model, costs=replace(costs, check=5.0, head=5.0)).at == (5,)
         assert EarlyExit(model, costs=replace(costs, check=0.75, head=3.0)).at == (2, 5, 8)
+
         # The head counts beside the blocks: as many words as cost a twelfth of both, and more than a twelfth of the blocks.
         words = (3 * block + head) // (12 * 32)
         assert words * 12 * 32 > 3 * block

@@ -34,24 +34,24 @@ class TestWhatRuns:
             block.mlp.forward = counted(number, originals[number])
         always = EarlyExit(model, 0.0, at=(1,))
         calls[:] = [0] * 6
-        found = always.generate(random_tokens(2, 5), max_new_tokens=10, eos_token_id=())
+        generated = always.generate(random_tokens(2, 5), max_new_tokens=10, eos_token_id=())
         assert calls == [10, 10, 0, 0, 0, 0]
-        assert found.block_calls == sum(calls)
-        assert found.share_of_blocks == pytest.approx(2 / 6)
-        assert found.block_tokens == 2 * 2 * (5 + 9)
-        assert found.full_block_tokens == 6 * 2 * (5 + 9)
-        assert found.mean_exit == 2
+        assert generated.block_calls == sum(calls)
+        assert generated.share_of_blocks == pytest.approx(2 / 6)
+        assert generated.block_tokens == 2 * 2 * (5 + 9)
+        assert generated.full_block_tokens == 6 * 2 * (5 + 9)
+        assert generated.mean_exit == 2
         some = EarlyExit(model, 0.4, at=(2,))
         calls[:] = [0] * 6
-        found = some.generate(random_tokens(1, 5), max_new_tokens=20, eos_token_id=())
-        deep_steps = int((found.exits[0] == 6).sum())
+        generated = some.generate(random_tokens(1, 5), max_new_tokens=20, eos_token_id=())
+        deep_steps = int((generated.exits[0] == 6).sum())
         assert 0 < deep_steps < 20
         assert calls == [20] * 3 + [deep_steps] * 3
-        assert found.checks == 20
+        assert generated.checks == 20
         calls[:] = [0] * 6
-        read = always.logits(random_tokens(3, 5))
+        of_text = always.logits(random_tokens(3, 5))
         assert calls == [1, 1, 0, 0, 0, 0]
-        assert read.share_of_block_tokens == pytest.approx(1 / 3)
+        assert of_text.share_of_block_tokens == pytest.approx(1 / 3)
 
     # The second model runs its upper blocks only after a row has ended.
     @pytest.mark.heavy("seconds, where faster tests reach the same")
@@ -61,12 +61,14 @@ class TestWhatRuns:
         tokens, mask = ragged([5, 8, 6, 7])
         free = EarlyExit(model, 0.4, at=(2,)).generate(tokens, attention_mask=mask, max_new_tokens=16, eos_token_id=())
         eos = int(free.tokens[row][ended])
-        found = EarlyExit(model, 0.4, at=(2,)).generate(tokens, attention_mask=mask, max_new_tokens=16, eos_token_id=eos)
+
+        generated = EarlyExit(model, 0.4, at=(2,)).generate(tokens, attention_mask=mask, max_new_tokens=16, eos_token_id=eos)
+
         for i, n in enumerate((5, 8, 6, 7)):
             said, exits = naive_generate(model, tokens[i, 8 - n :], 16, (2,), "max-prob", 0.4, eos=eos)
-            assert (found.tokens[i].tolist(), found.exits[i].tolist()) == (said, exits)
-        assert len(found.tokens[row]) <= ended + 1
-        assert len({len(row) for row in found.tokens}) > 1
+            assert (generated.tokens[i].tolist(), generated.exits[i].tolist()) == (said, exits)
+        assert len(generated.tokens[row]) <= ended + 1
+        assert len({len(row) for row in generated.tokens}) > 1
 
     def test_the_models_own_end(self):
         model = deep()
@@ -76,13 +78,16 @@ class TestWhatRuns:
         words = free.texts[0].split()
         model.generation_config.eos_token_id = [int(free.tokens[0][2])]
         first = free.tokens[0].tolist().index(int(free.tokens[0][2]))
+
         assert len(early.generate("w5 w6 w7", max_new_tokens=12).tokens[0]) == first + 1
+
         several = early.generate(["w5 w6 w7", "w9"], max_new_tokens=4, eos_token_id=())
         assert several.texts[0].split() == words[:4]
 
     def test_nothing_is_left_behind(self, monkeypatch):
         model = deep().train()
-        before, config = untouched(model), copy.deepcopy(model.config.to_dict())
+        before = untouched(model)
+        config = copy.deepcopy(model.config.to_dict())
         grads = [p.requires_grad for p in model.parameters()]
         early = EarlyExit(model, 0.4, at=(1, 3))
         early.generate(random_tokens(2, 5), max_new_tokens=6)
@@ -94,9 +99,9 @@ class TestWhatRuns:
             calls.append(1)
             if len(calls) > 3:
                 raise RuntimeError("broken")
-            return own(*args, **kwargs)
+            return forward(*args, **kwargs)
 
-        own = model.model.layers[5].mlp.forward
+        forward = model.model.layers[5].mlp.forward
         monkeypatch.setattr(type(model.model.layers[5].mlp), "forward", lambda self, x: breaks(x))
         with pytest.raises(RuntimeError, match="broken"):
             early.generate(random_tokens(2, 5), max_new_tokens=30, eos_token_id=())

@@ -19,30 +19,33 @@ class TestLogits:
     @pytest.mark.parametrize("rule", RULES)
     def test_language_models(self, rule):
         model = deep()
-        at, settings = (0, 2, 3), RULES[rule]
+        at = (0, 2, 3)
+        settings = RULES[rule]
         tokens, mask = ragged([9, 4, 7], "right")
-        found = EarlyExit(model, rule=rule, at=at, **settings).logits(tokens, mask)
-        read, lens = layers_of(model)
-        states = read(input_ids=tokens, attention_mask=mask)
+        output = EarlyExit(model, rule=rule, at=at, **settings).logits(tokens, mask)
+        stream_of, lens = layers_of(model)
+        states = stream_of(input_ids=tokens, attention_mask=mask)
         depths = set()
         for i, j in itertools.product(range(3), range(9)):
             if not mask[i, j]:
-                assert found.exits[i, j] == 0
-                assert not found.logits[i, j].any()
+                assert output.exits[i, j] == 0
+                assert not output.logits[i, j].any()
                 continue
             logits, layer = naive_exit([h[i, j] for h in states], lens, at, rule, settings["threshold"])
-            assert int(found.exits[i, j]) == layer
-            assert torch.allclose(found.logits[i, j], logits, atol=1e-4, rtol=1e-4)
+            assert int(output.exits[i, j]) == layer
+            assert torch.allclose(output.logits[i, j], logits, atol=1e-4, rtol=1e-4)
             depths.add(layer)
+
         assert len(depths) >= 3
 
     def test_positions_behind_the_last_unsure_one_do_not_run(self):
         model = deep()
         early = EarlyExit(model, 0.4, at=(2,))
         tokens = random_tokens(1, 20)
-        found = early.logits(tokens)
-        last = int((found.exits[0] == 6).nonzero().max()) + 1
-        assert found.block_tokens == 3 * 20 + 3 * last
+        output = early.logits(tokens)
+        last = int((output.exits[0] == 6).nonzero().max()) + 1
+
+        assert output.block_tokens == 3 * 20 + 3 * last
 
     @pytest.mark.light("bert", "masked")
     @pytest.mark.parametrize("name", ["bert", "vit", "llama", "masked"])
@@ -55,7 +58,7 @@ class TestLogits:
         states = []
         handles = [b.register_forward_hook(lambda _m, _a, o: states.append(o if torch.is_tensor(o) else o[0])) for b in blocks]
         with torch.no_grad():
-            own = model(**{kind: inputs}, **extra).logits
+            logits_of_model = model(**{kind: inputs}, **extra).logits
         for handle in handles:
             handle.remove()
 
@@ -75,17 +78,17 @@ class TestLogits:
         asked = torch.ones_like(tops[0], dtype=torch.bool) if name != "masked" or mask is None else mask.bool()
         # Between two that occur.
         threshold = float(tops[0][asked].quantile(0.503))
-        found = EarlyExit(model, threshold, at=(0, 1)).logits(inputs, mask)
+        output = EarlyExit(model, threshold, at=(0, 1)).logits(inputs, mask)
         sure = tops > threshold
         sure[-1] = True
         layer = sure.int().argmax(0)
-        assert torch.equal(found.exits[asked], layer[asked] + 1)
-        assert len(set(found.exits[asked].tolist())) >= 2
-        wanted = every.gather(0, layer[None, ..., None].expand(1, *every.shape[1:]))[0]
-        assert torch.allclose(found.logits[asked], wanted[asked], atol=1e-5)
+        assert torch.equal(output.exits[asked], layer[asked] + 1)
+        assert len(set(output.exits[asked].tolist())) >= 2
+        logits_at_exit = every.gather(0, layer[None, ..., None].expand(1, *every.shape[1:]))[0]
+        assert torch.allclose(output.logits[asked], logits_at_exit[asked], atol=1e-5)
         whole = EarlyExit(model, 1.0, at=(0,)).logits(inputs, mask)
-        assert torch.allclose(whole.logits[asked], own[asked], atol=1e-5)
+        assert torch.allclose(whole.logits[asked], logits_of_model[asked], atol=1e-5)
         if name != "masked":
-            assert found.share_of_block_tokens == pytest.approx(float((layer + 1).float().mean()) / 3)
+            assert output.share_of_block_tokens == pytest.approx(float((layer + 1).float().mean()) / 3)
         with pytest.raises(lsim.LayersimError, match="cannot generate"):
             EarlyExit(model, 0.5).generate(random_tokens(1, 4))

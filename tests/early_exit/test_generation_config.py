@@ -25,7 +25,8 @@ def theirs(model, row: torch.Tensor, **options) -> list[int]:
 def settings_of(model, row: torch.Tensor) -> dict[str, dict]:
     """Settings that change the tokens which the model says after a row."""
     plain = theirs(model, row)
-    first, second = plain[0], next(token for token in plain if token != plain[0])
+    first = plain[0]
+    second = next(token for token in plain if token != plain[0])
     return {
         "repetition_penalty": {"repetition_penalty": 1.4},
         "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
@@ -60,18 +61,21 @@ def test_tokens_are_those_of_generate(make, name):
     plain = theirs(model, rows[0])
     for setting, value in settings_of(model, rows[0])[name].items():
         setattr(model.generation_config, setting, value)
-    found = lsim.EarlyExit(model, 1.0).generate(tokens, attention_mask=mask, max_new_tokens=NEW)
+    generated = lsim.EarlyExit(model, 1.0).generate(tokens, attention_mask=mask, max_new_tokens=NEW)
     expected = [theirs(model, row) for row in rows]
+
     assert expected[0] != plain or name == "synth_id"
-    assert [row.tolist() for row in found.tokens] == expected
+    assert [row.tolist() for row in generated.tokens] == expected
 
 
 def test_exits_are_decided_without_the_settings():
-    model, prompt = tiny_llama(), random_tokens(1, 6)
+    model = tiny_llama()
+    prompt = random_tokens(1, 6)
     early = lsim.EarlyExit(model, 0.3, at="all")
     before = early.generate(prompt, max_new_tokens=1, eos_token_id=())
     model.generation_config.suppress_tokens = before.tokens[0].tolist()
     after = early.generate(prompt, max_new_tokens=1, eos_token_id=())
+
     assert after.exits[0].tolist() == before.exits[0].tolist()
     assert after.tokens[0].tolist() != before.tokens[0].tolist()
 
@@ -83,8 +87,10 @@ def test_stop_strings_end_a_row():
     row = model.tokenizer("Once upon a", return_tensors="pt").input_ids[0]
     expected = theirs(model, row, tokenizer=model.tokenizer)
     early = lsim.EarlyExit(model, 1.0)
+
     assert len(expected) < NEW
     assert early.generate(row, max_new_tokens=NEW).tokens[0].tolist() == expected
+
     model.tokenizer = None
     with pytest.raises(lsim.LayersimError, match=r"generation_config.stop_strings.*there"):
         lsim.EarlyExit(model, 1.0).generate(row, max_new_tokens=NEW)
@@ -92,11 +98,14 @@ def test_stop_strings_end_a_row():
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_sampling_settings_apply_to_sampling_alone():
-    model, row = tiny_llama(), random_tokens(1, 6)[0]
+    model = tiny_llama()
+    row = random_tokens(1, 6)[0]
     greedy = lsim.EarlyExit(model, 1.0).generate(row, max_new_tokens=NEW, eos_token_id=()).tokens[0].tolist()
     model.generation_config.update(do_sample=True, temperature=3.0, top_p=0.9, top_k=4, min_p=0.01, typical_p=0.95)
     early = lsim.EarlyExit(model, 1.0)
+
     assert early.generate(row, max_new_tokens=NEW, eos_token_id=()).tokens[0].tolist() == greedy
+
     # At a top_k of 1, sampling is greedy.
     model.generation_config.top_k = 1
     assert early.generate(row, max_new_tokens=NEW, do_sample=True, seed=0, eos_token_id=()).tokens[0].tolist() == greedy
@@ -104,13 +113,15 @@ def test_sampling_settings_apply_to_sampling_alone():
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_temperature_is_that_of_the_configuration_unless_it_is_given():
-    model, row = tiny_llama(), random_tokens(1, 6)[0]
+    model = tiny_llama()
+    row = random_tokens(1, 6)[0]
     early = lsim.EarlyExit(model, 1.0)
 
     def sampled(**options) -> list[int]:
         return early.generate(row, max_new_tokens=NEW, do_sample=True, seed=3, eos_token_id=(), **options).tokens[0].tolist()
 
-    plain, hot = sampled(), sampled(temperature=4.0)
+    plain = sampled()
+    hot = sampled(temperature=4.0)
     assert plain != hot
     model.generation_config.temperature = 4.0
     assert sampled() == hot

@@ -24,19 +24,23 @@ def inputs_of(case):
 @pytest.mark.parametrize("name", KINDS)
 def test_rows_exit_with_the_logits_of_their_layer(name):
     case = CASES[name]
-    model, depths = case.build(), set()
-    own = torch.stack([torch.cat(layer_logits(model, case.paths, row)) for row in case.rows()])
+    model = case.build()
+    depths = set()
+    by_layer = torch.stack([torch.cat(layer_logits(model, case.paths, row)) for row in case.rows()])
     never = called(lsim.EarlyExit, model, threshold=1.0, at="all", **case.options).logits(*inputs_of(case))
-    torch.testing.assert_close(never.logits, own[:, -1], rtol=1e-9, atol=1e-12)
+
+    torch.testing.assert_close(never.logits, by_layer[:, -1], rtol=1e-9, atol=1e-12)
     assert never.exits.tolist() == [3] * 5
+
     for rule, threshold in RULES.items():
         early = called(lsim.EarlyExit, model, rule=rule, threshold=threshold, at="all", **case.options)
-        found = early.logits(*inputs_of(case))
-        torch.testing.assert_close(found.logits, own[torch.arange(5), found.exits - 1], rtol=1e-9, atol=1e-12)
-        depths |= set(found.exits.tolist())
+        output = early.logits(*inputs_of(case))
+        torch.testing.assert_close(output.logits, by_layer[torch.arange(5), output.exits - 1], rtol=1e-9, atol=1e-12)
+        depths |= set(output.exits.tolist())
         if rule == "max-prob":
-            sure = own.softmax(-1).amax(-1) > threshold
-            assert found.exits.tolist() == [next((n + 1 for n in (0, 1) if row[n]), 3) for row in sure]
+            sure = by_layer.softmax(-1).amax(-1) > threshold
+            assert output.exits.tolist() == [next((n + 1 for n in (0, 1) if row[n]), 3) for row in sure]
+
     assert len(depths) > 1
 
 
@@ -47,9 +51,11 @@ def test_a_truncated_copy_has_the_logits_of_the_lens(name, tmp_path):
     model = case.build()
     short = lsim.truncate(model, 2, save_to=tmp_path)
     loaded = type(model).from_pretrained(tmp_path, dtype=next(model.parameters()).dtype).eval()
+
     # The stages of a backbone, which DINOv2 and BEiT name.
     for name in ("stage_names", "out_features"):
         assert getattr(short.config, name, None) == getattr(loaded.config, name, None)
+
     for row in case.rows():
         expected = layer_logits(model, case.paths, row)[1]
         with torch.no_grad():

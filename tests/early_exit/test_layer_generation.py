@@ -38,9 +38,9 @@ def one_layer(model, layer, prompts=PROMPTS, heads=None, seed=3):
     """The same by the public interface, at one layer."""
     last = layer == len(model.model.layers)
     early = EarlyExit(model, 1.0, heads=heads) if last else EarlyExit(model, 0.0, at=(layer - 1,), heads=heads)
-    found = early.generate(prompts, max_new_tokens=NEW, do_sample=True, top_p=0.95, seed=seed, tokenizer=TOKENIZER)
-    assert {int(layer) for row in found.exits for layer in row} == {layer}
-    return found
+    generated = early.generate(prompts, max_new_tokens=NEW, do_sample=True, top_p=0.95, seed=seed, tokenizer=TOKENIZER)
+    assert {int(layer) for row in generated.exits for layer in row} == {layer}
+    return generated
 
 
 def in_groups(monkeypatch, model, layers, prompts=PROMPTS):
@@ -49,8 +49,9 @@ def in_groups(monkeypatch, model, layers, prompts=PROMPTS):
     # Keys and values of all blocks, float32; the models are 32 wide.
     size = 2 * model.config.num_hidden_layers * columns * 32 * 4
     monkeypatch.setattr(early_exit, "KEYS_AND_VALUES_BYTES", layers * size)
-    runs, made = [], early_exit.generate_rows
-    monkeypatch.setattr(early_exit, "generate_rows", lambda *args: runs.append(args[1]) or made(*args))
+    runs = []
+    generate_rows = early_exit.generate_rows
+    monkeypatch.setattr(early_exit, "generate_rows", lambda *args: runs.append(args[1]) or generate_rows(*args))
     return runs
 
 
@@ -68,38 +69,43 @@ ENDS = range(10, 20)
 def one_at_a_time(heads):
     """(tokens, texts) by layer."""
     model = ending(deep(), ENDS)
-    own = near_heads(model) if heads else None
-    found = [one_layer(model, layer, heads=own) for layer in range(1, 7)]
-    return [([row.tolist() for row in one.tokens], one.texts) for one in found]
+    layer_heads = near_heads(model) if heads else None
+    by_layer = [one_layer(model, layer, heads=layer_heads) for layer in range(1, 7)]
+    return [([row.tolist() for row in generated.tokens], generated.texts) for generated in by_layer]
 
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize(("layers", "runs", "heads"), [(1, [1, 2, 3, 4, 5, 6], False), (4, [4, 6], True), (100, [6], False)])
 def test_sampled_as_one_layer_at_a_time(monkeypatch, layers, runs, heads):
     model = ending(deep(), ENDS)
-    own = near_heads(model) if heads else None
-    made, lengths = in_groups(monkeypatch, model, layers), set()
-    found = written(model, heads=own)
-    assert [ends[-1] for ends in made] == runs
-    assert len(found) == 6
-    for rows, (tokens, texts) in zip(found, one_at_a_time(heads), strict=True):
+    layer_heads = near_heads(model) if heads else None
+    groups = in_groups(monkeypatch, model, layers)
+    lengths = set()
+    by_layer = written(model, heads=layer_heads)
+
+    assert [ends[-1] for ends in groups] == runs
+    assert len(by_layer) == 6
+
+    for rows, (tokens, texts) in zip(by_layer, one_at_a_time(heads), strict=True):
         assert [row.tolist() for row, _ in rows] == tokens
         assert tuple(text for _, text in rows) == texts
         lengths |= {len(row) for row, _ in rows}
         assert all(int(row[-1]) in ENDS or len(row) == NEW for row, _ in rows)
+
     assert NEW in lengths
     assert len(lengths) > 3
-    assert len({tuple(rows[0][0].tolist()) for rows in found}) > 3
+    assert len({tuple(rows[0][0].tolist()) for rows in by_layer}) > 3
 
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize("heads", [None, "final", "none"])
 def test_greedy_the_naive_way(monkeypatch, heads):
     model = ending(deep(), [EOS := 11])
-    own = None if heads is None else near_heads(model, heads)
-    naive = () if own is None else naive_heads(model, own)
+    layer_heads = None if heads is None else near_heads(model, heads)
+    naive = () if layer_heads is None else naive_heads(model, layer_heads)
     in_groups(monkeypatch, model, 4)
-    for layer, rows in enumerate(written(model, top_p=GREEDY, heads=own), 1):
+
+    for layer, rows in enumerate(written(model, top_p=GREEDY, heads=layer_heads), 1):
         for prompt, (row, text) in list(zip(PROMPTS, rows, strict=True))[1:3]:
             ids = torch.tensor(ids_of(prompt))
             # No probability is above 1, so the last layer is reached.
@@ -114,10 +120,11 @@ def test_greedy_as_generate_of_a_truncated_model(monkeypatch):
     model = tiny_gpt2()
     with torch.no_grad():
         model.lm_head.weight.mul_(4)
-    made = in_groups(monkeypatch, model, 2)
-    found = written(model, top_p=GREEDY)
-    assert [ends[-1] for ends in made] == [2, 3]
-    for layer, rows in enumerate(found, 1):
+    groups = in_groups(monkeypatch, model, 2)
+    by_layer = written(model, top_p=GREEDY)
+
+    assert [ends[-1] for ends in groups] == [2, 3]
+    for layer, rows in enumerate(by_layer, 1):
         short = truncate(model, layer)
         for prompt, (row, _) in zip(PROMPTS, rows, strict=True):
             ids = torch.tensor([ids_of(prompt)])
@@ -127,15 +134,18 @@ def test_greedy_as_generate_of_a_truncated_model(monkeypatch):
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_the_demo_model():
-    model, prompts = lsim.demo_model(), ["Once upon a time", "The dog"]
-    early, counted = EarlyExit(model, 0.0, at="all"), []
-    found = early.generate_from_layers(prompts, max_new_tokens=8, top_p=0.9, seed=0, on_tokens=counted.append)
+    model = lsim.demo_model()
+    prompts = ["Once upon a time", "The dog"]
+    early = EarlyExit(model, 0.0, at="all")
+    counted = []
+    by_layer = early.generate_from_layers(prompts, max_new_tokens=8, top_p=0.9, seed=0, on_tokens=counted.append)
+
     for layer in (1, 3, 8):
         alone = EarlyExit(model, 0.0, at=(layer - 1,)) if layer < 8 else EarlyExit(model, 1.0)
         said = alone.generate(prompts, max_new_tokens=8, do_sample=True, top_p=0.9, seed=0)
-        assert [tokens.tolist() for tokens, _ in found[layer - 1]] == [row.tolist() for row in said.tokens]
-        assert tuple(text for _, text in found[layer - 1]) == said.texts
-    assert sum(counted) == sum(len(row) for rows in found for row, _ in rows)
+        assert [tokens.tolist() for tokens, _ in by_layer[layer - 1]] == [row.tolist() for row in said.tokens]
+        assert tuple(text for _, text in by_layer[layer - 1]) == said.texts
+    assert sum(counted) == sum(len(row) for rows in by_layer for row, _ in rows)
 
 
 class TestEdges:
@@ -162,8 +172,10 @@ class TestEdges:
         model = deep().train()
         before = {name: value.clone() for name, value in model.state_dict().items()}
         state = torch.get_rng_state()
-        first, other = written(model), written(model, seed=4)
-        assert [text for rows in first for _, text in rows] != [text for rows in other for _, text in rows]
+        first = written(model)
+        other_seed = written(model, seed=4)
+
+        assert [text for rows in first for _, text in rows] != [text for rows in other_seed for _, text in rows]
         assert torch.equal(torch.get_rng_state(), state)
         assert model.training
         assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())

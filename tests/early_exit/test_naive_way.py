@@ -18,20 +18,25 @@ class TestAgainstTheNaiveWay:
     @pytest.mark.parametrize("rule", RULES)
     def test_tokens_and_exits(self, rule):
         model = deep()
-        at, settings = (0, 2, 3), RULES[rule]
+        at = (0, 2, 3)
+        settings = RULES[rule]
         early = EarlyExit(model, rule=rule, at=at, **settings)
         lengths = [7, 3, 9, 5]
         tokens, mask = ragged(lengths)
-        wanted = [naive_generate(model, tokens[i, 9 - n :], 20, at, rule, settings["threshold"]) for i, n in enumerate(lengths)]
-        assert len({layer for _, exits in wanted for layer in exits}) >= 3
+        expected = [
+            naive_generate(model, tokens[i, 9 - n :], 20, at, rule, settings["threshold"]) for i, n in enumerate(lengths)
+        ]
+
+        assert len({layer for _, exits in expected for layer in exits}) >= 3
+
         together = early.generate(tokens, attention_mask=mask, max_new_tokens=20, eos_token_id=())
-        for i, (said, exits) in enumerate(wanted):
+        for i, (said, exits) in enumerate(expected):
             alone = early.generate(tokens[i, 9 - lengths[i] :], max_new_tokens=20, eos_token_id=())
-            for found, row in ((together, i), (alone, 0)):
-                assert found.tokens[row].tolist() == said
-                assert found.exits[row].tolist() == exits
+            for generated, row in ((together, i), (alone, 0)):
+                assert generated.tokens[row].tolist() == said
+                assert generated.exits[row].tolist() == exits
         # Rows left on their own: at some step at different depths.
-        assert any(len(set(step)) > 1 for step in zip(*(exits for _, exits in wanted), strict=True))
+        assert any(len(set(step)) > 1 for step in zip(*(exits for _, exits in expected), strict=True))
 
     @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_every_layer(self):
@@ -39,9 +44,10 @@ class TestAgainstTheNaiveWay:
         row = random_tokens(1, 5)[0]
         early = EarlyExit(model, 0.4, at="all")
         assert early.at == tuple(range(5))
-        found = early.generate(row, max_new_tokens=25, eos_token_id=())
+
+        generated = early.generate(row, max_new_tokens=25, eos_token_id=())
         said, exits = naive_generate(model, row, 25, early.at, "max-prob", 0.4)
-        assert (found.tokens[0].tolist(), found.exits[0].tolist()) == (said, exits)
+        assert (generated.tokens[0].tolist(), generated.exits[0].tolist()) == (said, exits)
         assert len(set(exits)) >= 3
 
     @pytest.mark.heavy("seconds, where faster tests reach the same")
@@ -51,6 +57,7 @@ class TestAgainstTheNaiveWay:
         a, b = (
             early.generate(tokens, attention_mask=mask, max_new_tokens=9, eos_token_id=()) for tokens, mask in (left, right)
         )
+
         assert [x.tolist() for x in a.tokens + a.exits] == [x.tolist() for x in b.tokens + b.exits]
 
     @pytest.mark.heavy("seconds, where faster tests reach the same")
@@ -61,24 +68,27 @@ class TestAgainstTheNaiveWay:
         tokens, mask = ragged([6, 9])
         first = EarlyExit(model, 0.0, at=(1,)).logits(tokens, mask).logits[mask.bool()].softmax(-1).amax(-1)
         early = EarlyExit(model, float(first.quantile(0.503)), at=(1,))
-        found = early.generate(tokens, attention_mask=mask, max_new_tokens=40, eos_token_id=())
+        generated = early.generate(tokens, attention_mask=mask, max_new_tokens=40, eos_token_id=())
         for i, n in enumerate((6, 9)):
-            text = torch.cat([tokens[i, 9 - n :], found.tokens[i]])
-            for step in (found.exits[i] == 3).nonzero()[:, 0].tolist():
+            text = torch.cat([tokens[i, 9 - n :], generated.tokens[i]])
+            for step in (generated.exits[i] == 3).nonzero()[:, 0].tolist():
                 with torch.no_grad():
                     logits = model(text[None, : n + step], use_cache=False).logits[0, -1]
-                assert int(logits.argmax()) == int(found.tokens[i][step])
-        waits = "".join(str(layer) for layer in torch.cat(found.exits).tolist())
+                assert int(logits.argmax()) == int(generated.tokens[i][step])
+        waits = "".join(str(layer) for layer in torch.cat(generated.exits).tolist())
+
         assert "22223" in waits, waits
 
     @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_shortlist(self):
-        model, row = deep(), random_tokens(1, 5)[0]
+        model = deep()
+        row = random_tokens(1, 5)[0]
         short = torch.arange(0, VOCABULARY, 3)
         early = EarlyExit(model, 0.6, at=(0, 2, 3), shortlist=short.tolist())
-        found = early.generate(row, max_new_tokens=25, eos_token_id=())
+        generated = early.generate(row, max_new_tokens=25, eos_token_id=())
         said, exits = naive_generate(model, row, 25, (0, 2, 3), "max-prob", 0.6, short)
-        assert (found.tokens[0].tolist(), found.exits[0].tolist()) == (said, exits)
+
+        assert (generated.tokens[0].tolist(), generated.exits[0].tolist()) == (said, exits)
         assert len(set(exits)) >= 2
         assert any(token not in short for token in said)
 
@@ -91,4 +101,5 @@ class TestAgainstTheNaiveWay:
         for batch in Batches(lsim.Data(texts, batch_size=4, seq_len=64), early.split_model.model):
             exits = early.logits(batch.tokens, batch.attention).exits
             counts += torch.bincount(exits[exits > 0] - 1, minlength=8)
+
         assert counts.tolist() == curve.exits[0].tolist()

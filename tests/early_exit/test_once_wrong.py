@@ -18,11 +18,13 @@ class TestWhatWasOnceWrong:
     def test_costs_of_several_rows_are_of_several_rows(self, rule, monkeypatch):
         from tl_layersim.early_exit.exit_decisions import ExitCheck
 
-        seen = []
+        row_counts = []
         original = ExitCheck.__call__
-        monkeypatch.setattr(ExitCheck, "__call__", lambda self, x, *rest: seen.append(len(x)) or original(self, x, *rest))
+        monkeypatch.setattr(
+            ExitCheck, "__call__", lambda self, x, *arguments: row_counts.append(len(x)) or original(self, x, *arguments)
+        )
         costs = lsim.early_exit.ExitCosts.measure(tiny_llama(), batch=8, rule=rule, repeats=3, context=4)
-        assert set(seen) == {8}
+        assert set(row_counts) == {8}
         assert costs.batch == 8
 
     @pytest.mark.parametrize(
@@ -37,20 +39,23 @@ class TestWhatWasOnceWrong:
         early = lsim.EarlyExit(tiny_llama(), 1.0)
         a, b = random_tokens(2, 5).split(1)
         how = {"max_new_tokens": 10, "do_sample": True, "eos_token_id": ()}
-        beside = [early.generate(torch.cat([other, b]), seed=5, **how).tokens[1] for other in (a, b)]
+        beside = [early.generate(torch.cat([first_row, b]), seed=5, **how).tokens[1] for first_row in (a, b)]
+
         assert torch.equal(beside[0], beside[1])
+
         twice = early.generate(torch.cat([a, a]), seed=5, **how).tokens
         assert not torch.equal(twice[0], twice[1])
         assert not torch.equal(twice[1], early.generate(a, seed=6, **how).tokens[0])
 
     def test_without_a_seed_torchs_own_counts(self):
         early = lsim.EarlyExit(tiny_llama(), 1.0)
-        found = []
+        draws = []
         for _ in range(2):
             torch.manual_seed(3)
             drawn = early.generate(random_tokens(1, 5), max_new_tokens=10, do_sample=True, eos_token_id=()).tokens[0]
-            found.append((drawn.tolist(), float(torch.rand(1))))
-        assert found[0] == found[1]
+            draws.append((drawn.tolist(), float(torch.rand(1))))
+
+        assert draws[0] == draws[1]
 
     def test_truncate_leaves_lists_that_are_no_lists_of_blocks(self):
         model = tiny_llama()
@@ -59,26 +64,30 @@ class TestWhatWasOnceWrong:
 
     @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_a_hook_of_the_users_own_is_applied_once(self):
-        model, tokens = tiny_llama(layers=4), random_tokens(1, 6)
+        model = tiny_llama(layers=4)
+        tokens = random_tokens(1, 6)
         early = lsim.EarlyExit(model, 0.032, at=(0, 2))
         push = torch.randn(32, generator=torch.Generator().manual_seed(1)) * 0.2
         for block in (0, 2):
             model.model.layers[block].register_forward_hook(lambda _m, _a, out: out + push)
+
         assert len(model.model.layers[0]._forward_hooks) == 1
-        found = early.generate(tokens, max_new_tokens=30, eos_token_id=())
+
+        generated = early.generate(tokens, max_new_tokens=30, eos_token_id=())
         assert len(model.model.layers[0]._forward_hooks) == 1
-        assert len(set(found.exits[0].tolist())) > 1
+        assert len(set(generated.exits[0].tolist())) > 1
+
         text = tokens
         unembed = early.unembed
-        for token, depth in zip(found.tokens[0], found.exits[0], strict=True):
-            seen = {}
+        for token, depth in zip(generated.tokens[0], generated.exits[0], strict=True):
+            outputs = {}
             handles = [
-                block.register_forward_hook(lambda _m, _a, out, i=i, seen=seen: seen.update({i: out[0, -1]}))
+                block.register_forward_hook(lambda _m, _a, out, i=i, outputs=outputs: outputs.update({i: out[0, -1]}))
                 for i, block in enumerate(model.model.layers, 1)
             ]
             with torch.no_grad():
                 model(text, use_cache=False)
-                logits = unembed(seen[int(depth)][None])[0]
+                logits = unembed(outputs[int(depth)][None])[0]
             for handle in handles:
                 handle.remove()
             best = logits.topk(2).values
@@ -89,6 +98,7 @@ class TestWhatWasOnceWrong:
         model = tiny_llama()
         early = lsim.EarlyExit(model, 1.0)
         model.lm_head = torch.nn.Linear(32, 100, bias=False)
+
         for call in (lambda: early.generate(random_tokens(1, 4)), lambda: early.logits(random_tokens(1, 4))):
             with pytest.raises(lsim.LayersimError, match=r"head.* was replaced"):
                 call()
@@ -112,11 +122,11 @@ class TestWhatWasOnceWrong:
         with torch.no_grad():
             model.score.weight.mul_(30)
         tokens = random_tokens(4, 6)
-        found = lsim.EarlyExit(model, 1.0).logits(tokens).logits
+        logits = lsim.EarlyExit(model, 1.0).logits(tokens).logits
         with torch.no_grad():
-            own = model(tokens).logits
-        assert float(own.abs().max()) > 1.5
-        torch.testing.assert_close(found, own, rtol=1e-4, atol=1e-4)
+            expected = model(tokens).logits
+        assert float(expected.abs().max()) > 1.5
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
     @pytest.mark.parametrize(
         ("call", "says"),
@@ -135,7 +145,8 @@ class TestWhatWasOnceWrong:
             call(tiny_gpt2())
 
     def test_the_last_token_is_not_read(self):
-        model, tokens = tiny_gpt2(), random_tokens(1, 60)
-        found = lsim.EarlyExit(model, 1.0).generate(tokens, max_new_tokens=5, eos_token_id=())
-        own = model.generate(tokens, max_new_tokens=5, do_sample=False, eos_token_id=None, pad_token_id=0)
-        assert found.tokens[0].tolist() == own[0, 60:].tolist()
+        model = tiny_gpt2()
+        tokens = random_tokens(1, 60)
+        generated = lsim.EarlyExit(model, 1.0).generate(tokens, max_new_tokens=5, eos_token_id=())
+        expected = model.generate(tokens, max_new_tokens=5, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert generated.tokens[0].tolist() == expected[0, 60:].tolist()

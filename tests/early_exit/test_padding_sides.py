@@ -48,7 +48,8 @@ def model_of(name: str):
 
 
 def padded(side: str, pad: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    ids, mask = torch.full((len(ROWS), max(LENGTHS)), pad), torch.zeros(len(ROWS), max(LENGTHS), dtype=torch.long)
+    ids = torch.full((len(ROWS), max(LENGTHS)), pad)
+    mask = torch.zeros(len(ROWS), max(LENGTHS), dtype=torch.long)
     for i, row in enumerate(ROWS):
         at = slice(max(LENGTHS) - len(row), None) if side == "left" else slice(0, len(row))
         ids[i, at] = row
@@ -58,7 +59,7 @@ def padded(side: str, pad: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 
 def next_token_losses(logits: list[torch.Tensor]) -> float:
     pairs = zip(logits, ROWS, strict=True)
-    losses = [torch.nn.functional.cross_entropy(own[:-1], row[1:], reduction="sum") for own, row in pairs]
+    losses = [torch.nn.functional.cross_entropy(row_logits[:-1], row[1:], reduction="sum") for row_logits, row in pairs]
     return float(torch.stack(losses).sum()) / sum(len(row) - 1 for row in ROWS)
 
 
@@ -70,16 +71,19 @@ def test_the_side_of_padding_changes_nothing(name):
     with torch.no_grad():
         alone = [model(row[None]).logits[0] for row in ROWS]
     size = torch.cat(alone).abs().max()
-    plain, early = lsim.EarlyExit(model, 1.0), lsim.EarlyExit(model, 0.03, at="all")
+    plain = lsim.EarlyExit(model, 1.0)
+    early = lsim.EarlyExit(model, 0.03, at="all")
     own_exits = torch.cat([early.logits(row[None]).exits[0] for row in ROWS])
+
     for side in ("left", "right"):
         ids, mask = padded(side)
-        kept = mask.bool()
-        found, exits = plain.logits(ids, mask), early.logits(ids, mask).exits
-        assert float((found.logits[kept] - torch.cat(alone)).abs().max()) < 1e-4 * size, side
-        assert not bool(found.logits[~kept].any())
-        assert torch.equal(exits[kept], own_exits), side
-        assert not bool(exits[~kept].any())
+        real = mask.bool()
+        output = plain.logits(ids, mask)
+        exits = early.logits(ids, mask).exits
+        assert float((output.logits[real] - torch.cat(alone)).abs().max()) < 1e-4 * size, side
+        assert not bool(output.logits[~real].any())
+        assert torch.equal(exits[real], own_exits), side
+        assert not bool(exits[~real].any())
         curve = lsim.analyze(model, {"input_ids": ids, "attention_mask": mask}, lsim.ExitCurve(thresholds=(0.03,)))[
             "exit_curve"
         ]
@@ -101,6 +105,7 @@ def test_gradients_and_given_labels_do_not_depend_on_the_side(name):
         model.zero_grad()
         lsim.training.aligned_loss(model, ids, labels, attention_mask=mask).backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+
     assert torch.allclose(*gradients, atol=1e-5 * float(gradients[1].abs().max()))
 
 
@@ -111,8 +116,10 @@ def test_classifiers_read_the_last_token_whatever_pads_the_row():
     model = transformers.GPT2ForSequenceClassification(config).eval()
     with torch.no_grad():
         alone = torch.cat([model(row[None]).logits for row in ROWS])
+
     early = lsim.EarlyExit(model, 1.0)
+
     for side in ("left", "right"):
         for pad in (0, 9):
-            found = early.logits(*padded(side, pad)).logits
-            assert torch.allclose(found, alone, atol=1e-5), (side, pad)
+            logits = early.logits(*padded(side, pad)).logits
+            assert torch.allclose(logits, alone, atol=1e-5), (side, pad)

@@ -22,14 +22,14 @@ def sharp():
 
 def lens_logits(model, tokens: torch.Tensor) -> np.ndarray:
     """`layer row pos vocabulary` as the model computes them in float32, then exact in float64; hooks of the test's own."""
-    seen: list[torch.Tensor] = []
-    handles = [block.register_forward_hook(lambda m, a, o: seen.append(o)) for block in model.model.layers]
+    outputs: list[torch.Tensor] = []
+    handles = [block.register_forward_hook(lambda m, a, o: outputs.append(o)) for block in model.model.layers]
     with torch.no_grad():
         model(tokens, use_cache=False)
-        found = torch.stack([model.lm_head(model.model.norm(x)) for x in seen])
+        logits = torch.stack([model.lm_head(model.model.norm(x)) for x in outputs])
     for handle in handles:
         handle.remove()
-    return found.double().numpy()
+    return logits.double().numpy()
 
 
 def probabilities(logits: np.ndarray) -> np.ndarray:
@@ -49,12 +49,13 @@ def test_an_exit_curve_has_the_exits_of_float64_at_every_threshold(sharp):
     tokens = random_tokens(100, 40)
     logits = lens_logits(sharp, tokens)
     assert logits.max() > 150
+
     top = probabilities(logits).max(-1)
     curve = lsim.analyze(sharp, tokens, lsim.ExitCurve())["exit_curve"]
-    for threshold, found in zip(curve.thresholds, curve.exits, strict=True):
+    for threshold, exits in zip(curve.thresholds, curve.exits, strict=True):
         expected = np.bincount(exits_of(top, threshold).ravel(), minlength=4)[1:]
         # Logits of other batches differ by rounding, which float64 does not take back: at most one position here.
-        assert np.abs(found.numpy() - expected).max() <= 1, threshold
+        assert np.abs(exits.numpy() - expected).max() <= 1, threshold
 
 
 @pytest.mark.heavy("ten times 4000 tokens")
@@ -66,16 +67,19 @@ def test_early_exit_has_the_exits_of_float64_and_of_the_curve(sharp):
     for threshold in (0.9, 0.999, 0.9999, 0.99999, 0.9999999):
         for rule, score in (("max-prob", first), ("margin", first - second)):
             early = lsim.EarlyExit(sharp, threshold, at="all", rule=rule)
-            found, expected = early.logits(tokens).exits.numpy(), exits_of(score, threshold)
-            assert (found != expected).sum() <= 1, (threshold, rule)
+            exits = early.logits(tokens).exits.numpy()
+            expected = exits_of(score, threshold)
+            assert (exits != expected).sum() <= 1, (threshold, rule)
             if rule == "max-prob" and threshold in curve.thresholds:
-                counts = np.bincount(found.ravel(), minlength=4)[1:]
+                counts = np.bincount(exits.ravel(), minlength=4)[1:]
                 assert np.abs(counts - curve.at(threshold).exits.numpy()).max() <= 1
 
 
 def test_early_exit_by_a_shortlist_has_the_exits_of_float64(sharp):
-    tokens, ids = random_tokens(100, 40), list(range(0, 100, 2))
+    tokens = random_tokens(100, 40)
+    ids = list(range(0, 100, 2))
     top = probabilities(lens_logits(sharp, tokens)[..., ids]).max(-1)
+
     for threshold in (0.9999, 0.99999):
         early = lsim.EarlyExit(sharp, threshold, at="all", shortlist=ids)
         assert (early.logits(tokens).exits.numpy() != exits_of(top, threshold)).sum() <= 1

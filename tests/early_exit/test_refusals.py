@@ -66,6 +66,7 @@ class TestRefusals:
         assert early.generate(tokens, max_new_tokens=59, eos_token_id=()).tokens[0].shape == (59,)
         with pytest.raises(lsim.LayersimError, match=r"`tokens`.*2, 3, 8, 8"):
             early.logits(torch.randn(2, 3, 8, 8))
+
         mask = torch.ones(2, 6)
         mask[1] = 0
         with pytest.raises(lsim.LayersimError, match=r"`attention_mask`.* 1"):
@@ -74,7 +75,9 @@ class TestRefusals:
     def test_texts_without_tokens_or_beyond_the_context(self):
         model = tiny_llama(4)
         model.tokenizer = tiny_tokenizer()
-        early, long = EarlyExit(model), " ".join(["w3"] * 200)
+        early = EarlyExit(model)
+        long = " ".join(["w3"] * 200)
+
         with pytest.raises(lsim.LayersimError, match=r"`prompt` has 2 texts, 1 of them"):
             early.generate(["w3 w4", ""])
         for _ in range(8):
@@ -88,19 +91,20 @@ class TestRefusals:
             EarlyExit(vit(), threshold=0.3, at=(0,)).logits(torch.randn(2, 3, 64, 64))
 
     def test_images_in_another_form(self):
-        early, images = EarlyExit(vit(), threshold=0.3, at=(0,)), torch.randn(2, 3, 8, 8)
-        for given in ({"pixel_values": images}, list(images), images[0], random_tokens(2, 6)):
+        early = EarlyExit(vit(), threshold=0.3, at=(0,))
+        images = torch.randn(2, 3, 8, 8)
+        for data in ({"pixel_values": images}, list(images), images[0], random_tokens(2, 6)):
             with pytest.raises(lsim.LayersimError, match=r"`tokens`(.|\n)*`batch channel height width`"):
-                early.logits(given)
+                early.logits(data)
         assert early.logits(tokens=images).logits.shape == (2, 4)
         with pytest.raises(lsim.LayersimError, match="`attention_mask`"):
             early.logits(images, torch.ones(2, 5))
 
     def test_texts_in_another_form(self):
         early = EarlyExit(bert(), threshold=0.3, at=(0,))
-        for given in ("a text", ["a text"], {"input_ids": random_tokens(2, 6)}):
+        for data in ("a text", ["a text"], {"input_ids": random_tokens(2, 6)}):
             with pytest.raises(LayersimTypeError, match=r"`tokens`(.|\n)*`batch pos`"):
-                early.logits(given)
+                early.logits(data)
 
     def test_classifiers_do_not_generate(self):
         for model in (vit(), bert()):
@@ -113,10 +117,12 @@ class TestRefusals:
             EarlyExit(model.model)
         with pytest.raises(lsim.LayersimError, match="`model` is 'gpt2'"):
             EarlyExit("gpt2")
+
         # Weights that accelerate keeps elsewhere.
         spread_out = pytest.importorskip("accelerate").cpu_offload(tiny_llama(3))
         with pytest.raises(lsim.LayersimError, match=r"`model`.*meta.*device_map="):
             EarlyExit(spread_out)
+
         stitched = lsim.stitch(model, model, random_tokens(4, 6), at=(0, 0), adapter="identity").model
         with pytest.raises(lsim.LayersimError, match=r"`model`.*StitchedModel"):
             EarlyExit(stitched)

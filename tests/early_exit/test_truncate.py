@@ -26,11 +26,14 @@ class TestTruncate:
         assert type(short) is type(model)
         assert short.config.num_hidden_layers == 2
         assert model.config.num_hidden_layers == 3
+
         tokens = random_tokens(2, 9)
         always = EarlyExit(model, 0.0, at=(1,))
         with torch.no_grad():
-            own = short(tokens).logits
-        assert torch.allclose(own, always.logits(tokens).logits, atol=1e-5)
+            expected = short(tokens).logits
+
+        assert torch.allclose(expected, always.logits(tokens).logits, atol=1e-5)
+
         said = short.generate(tokens[:1], max_new_tokens=5, do_sample=False, eos_token_id=None, pad_token_id=0)[0, 9:]
         assert said.tolist() == always.generate(tokens[:1], max_new_tokens=5, eos_token_id=()).tokens[0].tolist()
         assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
@@ -40,15 +43,16 @@ class TestTruncate:
     def test_gpt2_and_classifiers(self):
         model = tiny_gpt2()
         assert truncate(model, 1).config.n_layer == 1
-        read, lens = layers_of(model)
+
+        stream_of, lens = layers_of(model)
         tokens = random_tokens(1, 6)
         with torch.no_grad():
-            assert torch.allclose(truncate(model, 1)(tokens).logits, lens(read(input_ids=tokens)[1]), atol=1e-5)
+            assert torch.allclose(truncate(model, 1)(tokens).logits, lens(stream_of(input_ids=tokens)[1]), atol=1e-5)
         for name in ("bert", "vit"):
             big, inputs, _ = classifier(name)
             with torch.no_grad():
-                found = truncate(big, 2)(inputs).logits
-            assert torch.allclose(found, EarlyExit(big, 0.0, at=(1,)).logits(inputs).logits, atol=1e-5)
+                logits = truncate(big, 2)(inputs).logits
+            assert torch.allclose(logits, EarlyExit(big, 0.0, at=(1,)).logits(inputs).logits, atol=1e-5)
 
     @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_saved_and_loaded(self, tmp_path):
@@ -66,11 +70,14 @@ class TestTruncate:
 
     @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_an_opened_model(self):
-        model, tokens = tiny_llama(3), random_tokens(2, 9)
+        model = tiny_llama(3)
+        tokens = random_tokens(2, 9)
+
         opened = lsim.open_model(model, layers=[f"model.layers.{i}" for i in range(3)], unembed=["model.norm", "lm_head"])
         with torch.no_grad():
             assert torch.equal(truncate(opened, 2)(tokens).logits, truncate(model, 2)(tokens).logits)
         early = EarlyExit(opened, 0.0, at=(1,))
+
         assert early.model is model
         assert torch.equal(early.logits(tokens).logits, EarlyExit(model, 0.0, at=(1,)).logits(tokens).logits)
 
@@ -81,9 +88,9 @@ class TestTruncate:
         tokens = random_tokens(2, 9)
         for model, name in ((tiny_llama(3), "LlamaForCausalLM"), (tiny_gpt2(), "GPT2LMHeadModel")):
             with torch.no_grad():
-                own = truncate(model, 2)(tokens).logits
+                expected = truncate(model, 2)(tokens).logits
                 build_bridge_from_module(model, name, hf_config=model.config)
-                assert torch.equal(truncate(model, 2)(tokens).logits, own)
+                assert torch.equal(truncate(model, 2)(tokens).logits, expected)
 
     def test_half_precision(self):
         model = tiny_llama(3, torch.bfloat16)
@@ -95,10 +102,11 @@ class TestTruncate:
         for n_layers in (0, 4):
             with pytest.raises(lsim.LayersimError, match=f"`n_layers`.*{n_layers}"):
                 truncate(tiny_llama(3), n_layers)
-        own = torch.nn.Module()
-        own.layers = torch.nn.ModuleList([torch.nn.Identity()])
+
+        module = torch.nn.Module()
+        module.layers = torch.nn.ModuleList([torch.nn.Identity()])
         with pytest.raises(lsim.LayersimError):
-            truncate(own, 1)
+            truncate(module, 1)
 
     def test_sharded_weights_are_refused(self, monkeypatch):
         monkeypatch.setattr("tl_layersim.early_exit.truncate.weight_peers", lambda module: frozenset({0, 1}))
@@ -111,20 +119,20 @@ SMALL = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 48, "num_att
 
 def zamba():
     kinds = ["mamba", "hybrid", "mamba", "mamba", "hybrid", "mamba"]
-    more = {"n_mamba_heads": 2, "attention_head_dim": 16, "mamba_dt_rank": 4, "layers_block_type": kinds}
-    return transformers.ZambaForCausalLM(transformers.ZambaConfig(**SMALL, **more, num_hidden_layers=6))
+    sizes = {"n_mamba_heads": 2, "attention_head_dim": 16, "mamba_dt_rank": 4, "layers_block_type": kinds}
+    return transformers.ZambaForCausalLM(transformers.ZambaConfig(**SMALL, **sizes, num_hidden_layers=6))
 
 
 def recurrent_gemma():
-    more = {"num_hidden_layers": 6, "lru_width": 32, "attention_window_size": 4}
-    return transformers.RecurrentGemmaForCausalLM(transformers.RecurrentGemmaConfig(**SMALL, **more))
+    sizes = {"num_hidden_layers": 6, "lru_width": 32, "attention_window_size": 4}
+    return transformers.RecurrentGemmaForCausalLM(transformers.RecurrentGemmaConfig(**SMALL, **sizes))
 
 
 def gemma4():
-    more = {"head_dim": 8, "global_head_dim": 8, "vocab_size_per_layer_input": 100, "hidden_size_per_layer_input": 8}
-    more |= {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "sliding_window": 4}
+    sizes = {"head_dim": 8, "global_head_dim": 8, "vocab_size_per_layer_input": 100, "hidden_size_per_layer_input": 8}
+    sizes |= {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "sliding_window": 4}
     kinds = ["sliding_attention", "full_attention"] * 2
-    return transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**SMALL, **more, layer_types=kinds))
+    return transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**SMALL, **sizes, layer_types=kinds))
 
 
 def wav2vec2():
@@ -140,6 +148,7 @@ def test_lists_by_layer_and_shared_keys_are_cut_along(tmp_path):
     torch.manual_seed(0)
     model = gemma4().eval()
     tokens = random_tokens(2, 9)
+
     with torch.no_grad():
         expected = model.lm_head(model.model.norm(model(tokens, output_hidden_states=True).hidden_states[2]))
         short = truncate(model, 2, save_to=tmp_path)

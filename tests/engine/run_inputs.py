@@ -25,7 +25,8 @@ from tl_layersim.lens import ExitHeads
 from ..models.tiny_models import random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
 from ..models.wrapped_models import bridge
 
-ROWS, LENGTH = 16, 7
+ROWS = 16
+LENGTH = 7
 
 
 @dataclass
@@ -162,8 +163,8 @@ def attention_times_two(call: Call) -> None:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     def attend(*args: Any, **kwargs: Any) -> Any:
-        output, kept = sdpa_attention_forward(*args, **kwargs)
-        return output * 2, kept
+        output, weights = sdpa_attention_forward(*args, **kwargs)
+        return output * 2, weights
 
     AttentionInterface.register("tested", attend)
     call.model.config._attn_implementation = "tested"
@@ -179,9 +180,9 @@ def with_forward_of_next_block(model: Any) -> None:
 
 
 def with_outer_forward(model: Any) -> None:
-    other = torch.nn.Linear(32, 32)
-    torch.nn.init.eye_(other.weight)
-    model.model.layers[0].mlp.forward = other.forward
+    linear = torch.nn.Linear(32, 32)
+    torch.nn.init.eye_(linear.weight)
+    model.model.layers[0].mlp.forward = linear.forward
 
 
 def with_own_config(model: Any, **entries: Any) -> None:
@@ -294,10 +295,10 @@ def other_words(call: Call) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    word_level = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    word_level.pre_tokenizer = pre_tokenizers.Whitespace()
     call.model.tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="</s>"
+        tokenizer_object=word_level, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="</s>"
     )
 
 
@@ -621,10 +622,10 @@ def as_table(call: Call) -> None:
 
 def observed(model: Any) -> None:
     """A hook of the user that only keeps activations, in the base and in the other call."""
-    seen: dict[str, Any] = {}
+    outputs: dict[str, Any] = {}
 
     def keep(module: Any, _args: Any, output: Any) -> None:
-        seen[type(module).__name__] = output
+        outputs[type(module).__name__] = output
 
     model.model.layers[0].mlp.register_forward_hook(keep)
 

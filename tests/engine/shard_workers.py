@@ -18,7 +18,10 @@ from typing import Any
 from ..running.options import called
 
 # About two batches of 16 rows for each shard, in two forward passes each.
-SHARDS, KILLED, ROWS, LENGTH = 8, 3, 280, 7
+SHARDS = 8
+KILLED = 3
+ROWS = 280
+LENGTH = 7
 # Forward pass of a killed shard before which the shard is killed at the latest.
 LAST_PASS = 5
 
@@ -97,7 +100,8 @@ def main(path: str) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     resumable_file.SECONDS_BETWEEN_SAVES, resumable_file.SAVE_SPACING = 0.0, 0
-    folder, arguments = Path(path), settings()
+    folder = Path(path)
+    arguments = settings()
     model, data, analyzers, options = arguments
     alone = called(lsim.analyze, model, data, analyzers, **options)
     draw = random.Random(3)

@@ -18,10 +18,13 @@ from ..running.runs import cosine_and_cka
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_batch_size_does_not_matter_where_no_minibatches_are_drawn():
-    model, data = tiny_llama(), list(random_tokens(7, 11))
+    model = tiny_llama()
+    data = list(random_tokens(7, 11))
+
     runs = [
         lsim.analyze(model, lsim.Data(data, batch_size=b), [lsim.Cosine(), lsim.CKA(estimator="exact")]) for b in (1, 3, 16)
     ]
+
     for name in ("cosine", "cka"):
         assert worst(runs[0][name], runs[1][name]) < 1e-6
         assert worst(runs[0][name], runs[2][name]) < 1e-6
@@ -40,6 +43,7 @@ def test_provenance_says_what_was_measured_on_what():
     assert p.seconds > 0
     assert len(p.config_hash) == 12
     assert len(p.data) == 64
+
     other = lsim.analyze(tiny_llama(layers=2), random_tokens(5, 11), "cka")["cka"].provenance
     assert other.config_hash != p.config_hash
 
@@ -49,10 +53,11 @@ def test_provenance_has_the_sizes_of_attention_heads():
     """Width of a head and its rotary dimensions, as in table 1 of Brown et al. 2023; the same through TransformerLens."""
     from transformer_lens.model_bridge.sources import build_bridge_from_module
 
-    rows, attention = torch.randint(3, 90, (4, 6)), "d_head 8, rotary_dim 2"
-    found = lsim.compare(family("neox"), family("opt"), rows, lsim.CKA())
-    assert found.provenance.attention == f"{attention} | d_head 8"
-    assert found.transposed().provenance.attention == f"d_head 8 | {attention}"
+    rows = torch.randint(3, 90, (4, 6))
+    attention = "d_head 8, rotary_dim 2"
+    result = lsim.compare(family("neox"), family("opt"), rows, lsim.CKA())
+    assert result.provenance.attention == f"{attention} | d_head 8"
+    assert result.transposed().provenance.attention == f"d_head 8 | {attention}"
     model = family("neox")
     bridge = build_bridge_from_module(model, type(model).__name__, hf_config=model.config)
     assert lsim.analyze(bridge, rows, lsim.Cosine())["cosine"].provenance.attention == attention
@@ -85,17 +90,21 @@ def test_data_of_which_nothing_counts_is_refused():
 
 
 def test_models_with_other_tokens_do_not_compare():
-    a, b = tiny_llama(), tiny_llama(seed=1)
+    a = tiny_llama()
+    b = tiny_llama(seed=1)
     a.tokenizer, b.tokenizer = tiny_tokenizer(), tiny_tokenizer(90)
     with pytest.raises(lsim.LayersimError, match=r"'w\d+'.*LlamaForCausalLM"):
         lsim.compare(a, b, ["w3 w4 w5 w6"], "cka")
+
     b.tokenizer = tiny_tokenizer()
     assert lsim.compare(a, b, ["w3 w4 w5 w6"] * 4, "cka").samples == 20
+
     wide = transformers.LlamaForCausalLM(transformers.LlamaConfig(**a.config.to_dict() | {"vocab_size": 120}))
     with pytest.raises(lsim.LayersimError, match="100 and 120"):
         lsim.compare(a, wide, random_tokens(), "cka")
     # One tokenizer, whose vocabulary the wide model pads.
     assert lsim.compare(a, wide, lsim.Data(random_tokens(), tokenizer=a.tokenizer), "cka").samples > 0
+
     wide.tokenizer = a.tokenizer
     assert lsim.compare(a, wide, random_tokens(), "cka").samples > 0
     with pytest.raises(lsim.LayersimError, match=r"^Cosine .*CKA"):
@@ -151,8 +160,9 @@ def test_a_result_that_does_not_fit_its_layers_is_refused():
 def test_a_source_has_its_own_place():
     with pytest.raises(lsim.LayersimError, match=r"`remote` is True.*HookedSource"):
         lsim.analyze(lsim.open_model(HookedSource(tiny_llama()), remote=True), random_tokens(), "cka")
-    found = lsim.analyze(HookedSource(tiny_llama()), lsim.Data(["w3 w4 w5 w6"], tokenizer=tiny_tokenizer()), "cosine")
-    assert found["cosine"].provenance.tokens == 5
+
+    report = lsim.analyze(HookedSource(tiny_llama()), lsim.Data(["w3 w4 w5 w6"], tokenizer=tiny_tokenizer()), "cosine")
+    assert report["cosine"].provenance.tokens == 5
     with pytest.raises(lsim.LayersimError, match="`tokenizer` is 'gpt2'"):
         lsim.analyze(tiny_llama(), lsim.Data(["w3"], tokenizer="gpt2"), "cosine")
 

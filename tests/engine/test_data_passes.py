@@ -89,6 +89,7 @@ def test_data_above_the_limit_is_read_for_each_pass_with_the_same_numbers(no_cac
     data = Counted(list(random_tokens()))
     twice = lsim.analyze(tiny_llama(), lsim.Data(data, batch_size=2), lsim.Cosine())
     assert data.reads == 2
+
     once = lsim.analyze(tiny_llama(), lsim.Data(data, batch_size=2), lsim.Cosine(center="none"))
     assert data.reads == 3
     assert once["cosine"].provenance.data == twice["cosine"].provenance.data
@@ -97,35 +98,43 @@ def test_data_above_the_limit_is_read_for_each_pass_with_the_same_numbers(no_cac
 @pytest.mark.light("one pass", "every first pass")
 @pytest.mark.parametrize("analyzers", SOURCES.values(), ids=SOURCES)
 def test_kept_batches_give_the_same_report_as_batches_that_are_read_again(analyzers, monkeypatch):
-    model, texts = tiny_llama(), ["w3 w4 w5 w6 w7 w8 w9", "w1 w8 w9", "w5 w6 w7 w3", "w4 w4 w5", "w3 w6 w5 w4 w9 w4"] * 3
+    model = tiny_llama()
+    texts = ["w3 w4 w5 w6 w7 w8 w9", "w1 w8 w9", "w5 w6 w7 w3", "w4 w4 w5", "w3 w6 w5 w4 w9 w4"] * 3
     model.tokenizer = tiny_tokenizer()
     options = {"batch_size": 4, "seq_len": 5, "skip_first": 1, "max_tokens": 40}
-    kept = lsim.analyze(model, lsim.Data(texts, **options), analyzers)
+    from_memory = lsim.analyze(model, lsim.Data(texts, **options), analyzers)
     keep_at_most(monkeypatch, 0)
-    read = lsim.analyze(model, lsim.Data(texts, **options), analyzers)
-    for name in kept:
-        assert worst(kept[name], read[name]) == 0
-        assert kept[name].provenance.data == read[name].provenance.data
-        assert kept[name].provenance.options == read[name].provenance.options
+
+    from_source = lsim.analyze(model, lsim.Data(texts, **options), analyzers)
+
+    for name in from_memory:
+        assert worst(from_memory[name], from_source[name]) == 0
+        assert from_memory[name].provenance.data == from_source[name].provenance.data
+        assert from_memory[name].provenance.options == from_source[name].provenance.options
 
 
 def test_a_resumed_run_reads_its_data_once(tmp_path):
-    data, path = Counted(list(random_tokens())), tmp_path / "run"
+    data = Counted(list(random_tokens()))
+    path = tmp_path / "run"
     for reads in (1, 2):
         lsim.analyze(tiny_llama(), lsim.Data(data, batch_size=2), lsim.Cosine(), checkpoint=path)
         assert data.reads == reads
 
 
 def test_a_generator_may_need_several_passes_where_its_rows_fit():
-    analyzers, generator = SOURCES["every first pass"], (row for row in random_tokens())
-    one = lsim.analyze(tiny_llama(), generator, analyzers)
-    two = lsim.analyze(tiny_llama(), random_tokens(), analyzers)
-    for name in one:
-        assert worst(one[name], two[name]) == 0
+    analyzers = SOURCES["every first pass"]
+    generator = (row for row in random_tokens())
+
+    of_generator = lsim.analyze(tiny_llama(), generator, analyzers)
+    of_rows = lsim.analyze(tiny_llama(), random_tokens(), analyzers)
+
+    for name in of_generator:
+        assert worst(of_generator[name], of_rows[name]) == 0
 
 
 def test_a_generator_is_not_read_on_where_another_pass_stopped():
-    data, model = lsim.Data((row for row in random_tokens(80, 6)), batch_size=2), tiny_llama()
+    data = lsim.Data((row for row in random_tokens(80, 6)), batch_size=2)
+    model = tiny_llama()
     with pytest.raises(KeyboardInterrupt), StopAt(model, 3):
         lsim.analyze(model, data, lsim.Cosine(center="none"))
     with pytest.raises(lsim.LayersimError, match="`data` is a generator"):
@@ -133,20 +142,25 @@ def test_a_generator_is_not_read_on_where_another_pass_stopped():
 
 
 def test_a_list_that_grew_is_read_anew():
-    rows, model = list(random_tokens(8, 6)), tiny_llama()
+    rows = list(random_tokens(8, 6))
+    model = tiny_llama()
     data = lsim.Data(rows)
     lsim.analyze(model, data, "cosine")
     rows.append(rows[0])
+
     assert lsim.analyze(model, data, "cosine")["cosine"].provenance.sequences == 9
 
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_a_tensor_that_was_changed_in_place_is_read_anew():
-    rows, model = random_tokens(4, 12), tiny_llama()
+    rows = random_tokens(4, 12)
+    model = tiny_llama()
     data = lsim.Data(rows, positions=lambda ids: ids > 50)
     lsim.analyze(model, data, "cosine")
     rows[:] = rows.flip(1)
+
     anew = lsim.analyze(model, lsim.Data(rows.clone(), positions=lambda ids: ids > 50), "cosine")["cosine"]
+
     assert worst(lsim.analyze(model, data, "cosine")["cosine"], anew) == 0
 
 
@@ -156,20 +170,21 @@ def test_a_generator_above_the_limit_has_no_second_pass(no_cache):
         match=r"`data`.*Cosine .*1\.0 kB.*list\(data\).*Cosine\(center=\"none\"\)",
     ):
         lsim.analyze(tiny_llama(), lsim.Data((row for row in random_tokens()), batch_size=2), "cosine")
-    one = lsim.analyze(tiny_llama(), (row for row in random_tokens()), lsim.Cosine(center="none"))
-    two = lsim.analyze(tiny_llama(), random_tokens(), lsim.Cosine(center="none"))
-    assert worst(one["cosine"], two["cosine"]) == 0
+
+    of_generator = lsim.analyze(tiny_llama(), (row for row in random_tokens()), lsim.Cosine(center="none"))
+    of_rows = lsim.analyze(tiny_llama(), random_tokens(), lsim.Cosine(center="none"))
+    assert worst(of_generator["cosine"], of_rows["cosine"]) == 0
 
 
 def test_a_generator_above_the_limit_is_refused_before_the_rest_is_read(no_cache):
-    read = []
+    reads = []
     with pytest.raises(lsim.LayersimError, match="can be read only once"):
         lsim.analyze(
             tiny_llama(),
-            lsim.Data((read.append(1) or row for row in torch.randint(3, 100, (1000, 20))), batch_size=2),
+            lsim.Data((reads.append(1) or row for row in torch.randint(3, 100, (1000, 20))), batch_size=2),
             "cosine",
         )
-    assert len(read) < 100
+    assert len(reads) < 100
 
 
 def test_data_above_the_limit_that_is_gone_or_other_on_the_second_pass_is_noticed(no_cache):
@@ -194,11 +209,11 @@ def forward_passes(model, data, analyzers, **options):
     return sum(count > 1 for count in rows), report
 
 
-def results_are_equal(report, other):
+def results_are_equal(report, expected):
     for name, result in report.items():
         for field, value in vars(result).items():
             if isinstance(value, torch.Tensor):
-                torch.testing.assert_close(value, getattr(other[name], field), rtol=0, atol=0, equal_nan=True)
+                torch.testing.assert_close(value, getattr(expected[name], field), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("intervals", [False, True])

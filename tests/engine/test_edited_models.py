@@ -57,15 +57,18 @@ def test_an_edited_model_equals_a_hooked_one_to_the_last_bit(remote):
 def test_comparison_with_an_edited_model():
     module = tiny_llama()
     model = traced(module)
-    found = lsim.compare(model, edited(model), TOKENS, PAIRS)
-    assert len(found) == len(PAIRS)
-    other = tiny_llama()
-    other.model.layers[1].mlp.register_forward_hook(lambda _module, _args, output: output * 0.5)
-    assert differences(found, lsim.compare(module, other, TOKENS, PAIRS)) == []
+    result = lsim.compare(model, edited(model), TOKENS, PAIRS)
+    assert len(result) == len(PAIRS)
+
+    halved = tiny_llama()
+    halved.model.layers[1].mlp.register_forward_hook(lambda _module, _args, output: output * 0.5)
+    assert differences(result, lsim.compare(module, halved, TOKENS, PAIRS)) == []
 
 
 @pytest.mark.parametrize(
-    "analyzer", [lsim.SkipEffect(), lsim.BlockCoupling(method="finite-difference")], ids=lambda one: type(one).__name__
+    "analyzer",
+    [lsim.SkipEffect(), lsim.BlockCoupling(method="finite-difference")],
+    ids=lambda analyzer: type(analyzer).__name__,
 )
 def test_analyzers_that_call_blocks_alone_name_the_edit(analyzer):
     with pytest.raises(lsim.LayersimError, match=rf"{type(analyzer).__name__}.*nnsight edit"):
@@ -88,28 +91,29 @@ def jacobians(tokens):
     layers[0].mlp.register_forward_hook(lambda _module, _args, output: output * 0.5)
     layers[1].register_forward_hook(lambda _module, _args, output: output + 0.3)
     layers[2].register_forward_pre_hook(lambda _module, args: (args[0] + 0.2, *args[1:]))
-    found = []
+    matrices = []
     for layer in layers:
-        given, out = [], []
+        entries = []
+        outputs = []
 
-        def change(_module, args, given=given, shift=None):
-            given.append(args[0][0, -1].detach())
+        def change(_module, args, entries=entries, shift=None):
+            entries.append(args[0][0, -1].detach())
             moved = args[0].clone()
             moved[0, -1] = moved[0, -1] + (0 if shift is None else shift)
             return (moved, *args[1:])
 
-        def branch(shift, layer=layer, change=change, out=out):
+        def branch(shift, layer=layer, change=change, outputs=outputs):
             handles = [
                 layer.register_forward_pre_hook(lambda m, args: change(m, args, shift=shift)),
-                layer.register_forward_hook(lambda _module, _args, output: out.append(output)),
+                layer.register_forward_hook(lambda _module, _args, output: outputs.append(output)),
             ]
             module(tokens, use_cache=False)
             for handle in handles:
                 handle.remove()
-            return out[-1][0, -1] - shift
+            return outputs[-1][0, -1] - shift
 
-        found.append(torch.autograd.functional.jacobian(branch, torch.zeros(32, dtype=torch.float64)).numpy())
-    return found
+        matrices.append(torch.autograd.functional.jacobian(branch, torch.zeros(32, dtype=torch.float64)).numpy())
+    return matrices
 
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
@@ -118,13 +122,14 @@ def jacobians(tokens):
 def test_coupling_of_an_edited_model_is_that_of_its_jacobians(method, remote):
     rows = random_tokens(2, 6)
     source = lsim.open_model(steered(traced(tiny_llama(dtype=torch.float64))), remote=remote)
-    found = lsim.analyze(source, rows, lsim.BlockCoupling(k=4, method=method))["block_coupling"]
+    result = lsim.analyze(source, rows, lsim.BlockCoupling(k=4, method=method))["block_coupling"]
     of_rows = [jacobians(row[None]) for row in rows]
     expected = [[[oracles.miscoupling(oracles.coupling_matrix(a, b, 4)) for b in js] for a in js] for js in of_rows]
     spectra = [[np.linalg.svd(a)[1][:4] for a in js] for js in of_rows]
-    np.testing.assert_allclose(found.values, np.mean(expected, 0), atol=1e-6 if method == "krylov" else 1e-9)
-    np.testing.assert_allclose(found.singular_values, np.mean(spectra, 0), rtol=1e-6 if method == "krylov" else 1e-9)
-    assert found.provenance.changes.startswith("nnsight edit")
+
+    np.testing.assert_allclose(result.values, np.mean(expected, 0), atol=1e-6 if method == "krylov" else 1e-9)
+    np.testing.assert_allclose(result.singular_values, np.mean(spectra, 0), rtol=1e-6 if method == "krylov" else 1e-9)
+    assert result.provenance.changes.startswith("nnsight edit")
 
 
 @pytest.mark.parametrize("method", ["dense", "krylov"])
@@ -132,9 +137,10 @@ def test_jacobians_between_tokens_of_an_edited_model(method):
     module = tiny_llama(dtype=torch.float64)
     tokens = random_tokens(1, 6)
     options = {"along": "fixed-input", "token": 2, "layers": [1], "k": 4, "method": method}
-    found = lsim.prompts.coupling_matrices(edited(traced(module)), tokens, **options)
+    coupling = lsim.prompts.coupling_matrices(edited(traced(module)), tokens, **options)
     module.model.layers[1].mlp.register_forward_hook(lambda _module, _args, output: output * 0.5)
-    np.testing.assert_allclose(found.matrices, lsim.prompts.coupling_matrices(module, tokens, **options).matrices, atol=1e-9)
+
+    np.testing.assert_allclose(coupling.matrices, lsim.prompts.coupling_matrices(module, tokens, **options).matrices, atol=1e-9)
 
 
 def scaled(block):

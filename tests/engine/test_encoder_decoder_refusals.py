@@ -45,38 +45,45 @@ def test_what_reads_the_decoder_needs_its_tokens(make):
 @pytest.mark.light("BART")
 @each_model
 def test_the_decoder_is_trained_stitched_and_truncated(make):
-    model, data = make().double().eval(), rows()
+    model = make().double().eval()
+    data = rows()
     # One label at each position of the decoder that is no padding.
     mask = data["decoder_attention_mask"].bool()
     labels = torch.where(mask, random_tokens(*mask.shape), -100)
     with torch.no_grad():
         logits = model(**data).logits
-    own = float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+    expected = float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
     training = lsim.AlignedTraining(steps=1)
     labelled = data | {"labels": labels}
     trained = lsim.finetune_aligned(
         copy.deepcopy(model), lsim.Data(labelled, batch_size=3), training, labels="data", eval_data=labelled
     )
-    assert float(trained.values[0, -1]) == pytest.approx(own, abs=1e-9)
+
+    assert float(trained.values[0, -1]) == pytest.approx(expected, abs=1e-9)
+
     lens = lsim.analyze(model, labelled, lsim.LogitLens(labels="data"))["logit_lens"]
     torch.testing.assert_close(trained.values[0], lens.values, atol=1e-9, rtol=0)
-    found = lsim.stitch(model, model, labelled, at=(0, 0), adapter="identity", labels="data", eval_data=labelled)
-    assert found.loss == pytest.approx(own, abs=1e-9)
-    assert found.back_loss == pytest.approx(own, abs=1e-9)
+
+    stitched = lsim.stitch(model, model, labelled, at=(0, 0), adapter="identity", labels="data", eval_data=labelled)
+    assert stitched.loss == pytest.approx(expected, abs=1e-9)
+    assert stitched.back_loss == pytest.approx(expected, abs=1e-9)
+
     short = lsim.truncate(model, 1)
     with torch.no_grad():
         logits = short(**data).logits
     first = float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+
     assert float(lens.values[0]) == pytest.approx(first, abs=1e-9)
 
 
 def test_coupling_of_the_blocks_of_either_stack():
-    model, given = t5(), {name: values[:2] for name, values in rows().items()}
+    model = t5()
+    inputs = {name: values[:2] for name, values in rows().items()}
     for at in ("encoder.resid_post", "resid_post"):
-        found = lsim.analyze(model, given, lsim.BlockCoupling(k=2), at=at)["block_coupling"]
-        assert found.values.shape == (3, 3)
-        assert np.isfinite(found.values.numpy()).all()
-        alone = {name: given[name] for name in ("input_ids", "attention_mask")}
+        result = lsim.analyze(model, inputs, lsim.BlockCoupling(k=2), at=at)["block_coupling"]
+        assert result.values.shape == (3, 3)
+        assert np.isfinite(result.values.numpy()).all()
+        alone = {name: inputs[name] for name in ("input_ids", "attention_mask")}
         if at == "encoder.resid_post":
             again = lsim.analyze(model, alone, lsim.BlockCoupling(k=2), at=at)["block_coupling"]
-            torch.testing.assert_close(again.values, found.values)
+            torch.testing.assert_close(again.values, result.values)

@@ -54,39 +54,48 @@ def side(at):
     return "encoder" if at.startswith("encoder") else "decoder"
 
 
-def counted(given, at, positions="all"):
-    mask = given["attention_mask" if side(at) == "encoder" else "decoder_attention_mask"].bool()
+def counted(inputs, at, positions="all"):
+    mask = inputs["attention_mask" if side(at) == "encoder" else "decoder_attention_mask"].bool()
     if positions == "last":
         mask = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))
     return mask
 
 
-def by_hand(model, sites, given, keep, heads=0):
+def by_hand(model, sites, inputs, keep, heads=0):
     """Activations `site token width` in float64, by hooks placed by hand; each site's heads apart where there are any."""
-    seen, handles = {}, []
+    captured = {}
+    handles = []
     first = lambda x: x if isinstance(x, torch.Tensor) else x[0]  # noqa: E731
     for number, (path, incoming) in enumerate(sites):
         module = model.get_submodule(path)
         if incoming:
-            hook = lambda _m, a, k, number=number: seen.update({number: first((*a, *k.values()))})  # noqa: E731
+            hook = lambda _m, a, k, number=number: captured.update({number: first((*a, *k.values()))})  # noqa: E731
             handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         else:
-            handles.append(module.register_forward_hook(lambda _m, _a, o, number=number: seen.update({number: first(o)})))
+            handles.append(module.register_forward_hook(lambda _m, _a, o, number=number: captured.update({number: first(o)})))
     with torch.no_grad():
-        model(**given)
+        model(**inputs)
     for handle in handles:
         handle.remove()
-    found = [seen[number][keep].double() for number in range(len(sites))]
-    return [part for x in found for part in (x.chunk(heads, -1) if heads else [x])]
+    activations = [captured[number][keep].double() for number in range(len(sites))]
+    if not heads:
+        return activations
+    parts = []
+    for activation in activations:
+        parts += activation.chunk(heads, -1)
+    return parts
 
 
 def cosine(values):
     unit = [torch.nn.functional.normalize(x, dim=-1) for x in values]
-    return torch.stack([torch.stack([(a * b).sum(-1).mean() for b in unit]) for a in unit])
+    rows_of_cosines = []
+    for a in unit:
+        rows_of_cosines.append(torch.stack([(a * b).sum(-1).mean() for b in unit]))
+    return torch.stack(rows_of_cosines)
 
 
-def cka(keep, values, others=None):
-    batches = [None if v is None else [np.stack([x.numpy() for x in v])] for v in (values, others)]
+def cka(keep, values, values_of_other_model=None):
+    batches = [None if v is None else [np.stack([x.numpy() for x in v])] for v in (values, values_of_other_model)]
     return torch.from_numpy(oracle_cka(*batches, row=[keep.nonzero()[:, 0].numpy()])["values"])
 
 
@@ -97,28 +106,32 @@ def wrapped(model):
 @pytest.mark.light("T5-decoder.cross_attn_out")
 @each_site
 def test_every_source_equals_hooks_placed_by_hand_with_padding_in_both_stacks(key, at):
-    model, given, heads = MODELS[key](), rows(), 4 * at.endswith("z")
+    model = MODELS[key]()
+    inputs = rows()
+    heads = 4 * at.endswith("z")
     options = {"at": at, "per_head": bool(heads)}
-    expected = by_hand(model, SITES[key, at], given, counted(given, at), heads)
+    expected = by_hand(model, SITES[key, at], inputs, counted(inputs, at), heads)
     analyzers = [COSINE, lsim.CKA()]
-    found = {
-        "hooked": called(lsim.analyze, model, given, analyzers, **options),
-        "one by one": called(lsim.analyze, model, given, analyzers, batch_size=1, **options),
-        "nnsight": called(lsim.analyze, wrapped(model), given, analyzers, batch_size=2, **options),
-        "simulated server": called(lsim.analyze, wrapped(model), given, analyzers, remote="local", **options),
+    reports = {
+        "hooked": called(lsim.analyze, model, inputs, analyzers, **options),
+        "one by one": called(lsim.analyze, model, inputs, analyzers, batch_size=1, **options),
+        "nnsight": called(lsim.analyze, wrapped(model), inputs, analyzers, batch_size=2, **options),
+        "simulated server": called(lsim.analyze, wrapped(model), inputs, analyzers, remote="local", **options),
     }
     with torch.no_grad(), called(lsim.attach, model, analyzers, **options) as probe:
-        model(**given)
-    found["attached"] = probe.results()
-    for name, report in found.items():
+        model(**inputs)
+    reports["attached"] = probe.results()
+
+    for name, report in reports.items():
         torch.testing.assert_close(report["cosine"].values, cosine(expected), atol=1e-6, rtol=0, msg=name)
-        torch.testing.assert_close(report["cka"].values, cka(counted(given, at), expected), atol=1e-5, rtol=0, msg=name)
+        torch.testing.assert_close(report["cka"].values, cka(counted(inputs, at), expected), atol=1e-5, rtol=0, msg=name)
         assert all(site.startswith(f"{side(at)}.blocks.") for site in report["cosine"].layers)
-        assert report["cosine"].provenance.tokens == int(counted(given, at).sum())
-    assert len({report["cka"].provenance.data for name, report in found.items() if name != "attached"}) == 1
+        assert report["cosine"].provenance.tokens == int(counted(inputs, at).sum())
+    assert len({report["cka"].provenance.data for name, report in reports.items() if name != "attached"}) == 1
+
     if not heads:
         first = f"{side(at)}.blocks.0.hook_" + ("resid_pre" if at.endswith("resid_post") else at.partition(".")[2])
-        assert found["hooked"]["cosine"].layers[0] == first
+        assert reports["hooked"]["cosine"].layers[0] == first
 
 
 @pytest.mark.light(
@@ -133,68 +146,77 @@ def test_every_source_equals_hooks_placed_by_hand_with_padding_in_both_stacks(ke
 def test_the_last_position_is_that_of_the_stack_that_is_read(key, at):
     if at.endswith("z"):
         pytest.skip("heads are measured above")
-    model, given = MODELS[key](), rows()
-    expected = cosine(by_hand(model, SITES[key, at], given, counted(given, at, "last")))
-    found = lsim.analyze(model, lsim.Data(given, positions="last"), COSINE, at=at)["cosine"]
-    torch.testing.assert_close(found.values, expected, atol=1e-6, rtol=0)
-    assert found.provenance.tokens == 5
+    model = MODELS[key]()
+    inputs = rows()
+    expected = cosine(by_hand(model, SITES[key, at], inputs, counted(inputs, at, "last")))
+
+    result = lsim.analyze(model, lsim.Data(inputs, positions="last"), COSINE, at=at)["cosine"]
+
+    torch.testing.assert_close(result.values, expected, atol=1e-6, rtol=0)
+    assert result.provenance.tokens == 5
 
 
 @pytest.mark.light("T5")
 @each_model
 def test_rows_of_lists_and_of_left_padded_tensors_are_those_of_right_padded_tensors(make):
-    model, given = make(), rows()
+    model = make()
+    inputs = rows()
     lists = [
         {
-            "input_ids": given["input_ids"][i][given["attention_mask"][i].bool()].tolist(),
-            "decoder_input_ids": given["decoder_input_ids"][i][given["decoder_attention_mask"][i].bool()].tolist(),
+            "input_ids": inputs["input_ids"][i][inputs["attention_mask"][i].bool()].tolist(),
+            "decoder_input_ids": inputs["decoder_input_ids"][i][inputs["decoder_attention_mask"][i].bool()].tolist(),
         }
         for i in range(5)
     ]
-    left = {}
+    left_padded = {}
     for ids, mask in (("input_ids", "attention_mask"), ("decoder_input_ids", "decoder_attention_mask")):
-        shifts = given[mask].shape[1] - given[mask].sum(1)
-        left[ids] = torch.stack([row.roll(int(n)) for row, n in zip(given[ids], shifts, strict=True)])
-        left[mask] = given[mask].flip(1)
+        shifts = inputs[mask].shape[1] - inputs[mask].sum(1)
+        left_padded[ids] = torch.stack([row.roll(int(n)) for row, n in zip(inputs[ids], shifts, strict=True)])
+        left_padded[mask] = inputs[mask].flip(1)
     together = {name: [row[name] for row in lists] for name in lists[0]}
+
     for at in ("resid_post", "encoder.resid_post"):
-        values = lsim.analyze(model, given, COSINE, at=at)["cosine"].values
-        for other in (lists, left, together):
-            again = lsim.analyze(model, lsim.Data(other, batch_size=3), COSINE, at=at)["cosine"]
-            torch.testing.assert_close(again.values, values, atol=1e-6, rtol=0)
+        values = lsim.analyze(model, inputs, COSINE, at=at)["cosine"].values
+        for form in (lists, left_padded, together):
+            result = lsim.analyze(model, lsim.Data(form, batch_size=3), COSINE, at=at)["cosine"]
+            torch.testing.assert_close(result.values, values, atol=1e-6, rtol=0)
 
 
 @pytest.mark.light("T5")
 @each_model
 def test_the_lens_gives_the_models_own_loss_at_its_last_layer(make):
-    model, given = make(), rows()
+    model = make()
+    inputs = rows()
     with torch.no_grad():
-        logits = model(**given).logits.double()
+        logits = model(**inputs).logits.double()
     losses = torch.nn.functional.cross_entropy(
-        logits[:, :-1].flatten(0, 1), given["decoder_input_ids"][:, 1:].flatten(), reduction="none"
+        logits[:, :-1].flatten(0, 1), inputs["decoder_input_ids"][:, 1:].flatten(), reduction="none"
     )
-    keep = (given["decoder_attention_mask"][:, 1:] > 0).flatten()
-    for found in (
-        lsim.analyze(model, given, lsim.LogitLens())["logit_lens"],
-        lsim.analyze(lsim.open_model(wrapped(model), remote="local"), given, lsim.LogitLens())["logit_lens"],
+    keep = (inputs["decoder_attention_mask"][:, 1:] > 0).flatten()
+
+    for result in (
+        lsim.analyze(model, inputs, lsim.LogitLens())["logit_lens"],
+        lsim.analyze(lsim.open_model(wrapped(model), remote="local"), inputs, lsim.LogitLens())["logit_lens"],
     ):
-        assert float(found.cross_entropy[-1]) == pytest.approx(float(losses[keep].mean()), abs=1e-5)
+        assert float(result.cross_entropy[-1]) == pytest.approx(float(losses[keep].mean()), abs=1e-5)
+
     with torch.no_grad(), lsim.attach(model, lsim.LogitLens()) as probe:
-        model(**given)
+        model(**inputs)
     assert float(probe.results()["logit_lens"].cross_entropy[-1]) == pytest.approx(float(losses[keep].mean()), abs=1e-5)
     with pytest.raises(lsim.LayersimError, match="head"):
-        lsim.analyze(model, given, lsim.LogitLens(), at="encoder.resid_post")
+        lsim.analyze(model, inputs, lsim.LogitLens(), at="encoder.resid_post")
 
 
 def test_the_scale_of_tied_embeddings_is_part_of_the_lens():
     from tl_layersim.sources.hooked_module import HookedSource
 
-    tied, untied = t5(), t5()
+    tied = t5()
+    untied = t5()
     untied.config.scale_decoder_outputs = False
     heads = [HookedSource(model).model.head for model in (tied, untied)]
     assert [head.scale for head in heads] == [32**-0.5, 1.0]
-    given = rows()
-    losses = [lsim.analyze(model, given, lsim.LogitLens())["logit_lens"].cross_entropy[-1] for model in (tied, untied)]
+    inputs = rows()
+    losses = [lsim.analyze(model, inputs, lsim.LogitLens())["logit_lens"].cross_entropy[-1] for model in (tied, untied)]
     assert losses[0] != losses[1]
 
 
@@ -208,12 +230,16 @@ def test_a_bias_of_the_logits_that_the_lens_lacks_is_refused():
 @pytest.mark.light("T5")
 @each_model
 def test_texts_are_read_by_the_encoder_and_refused_for_the_decoder(make):
-    model, tokenizer, texts = make(), tiny_tokenizer(), ["a cat sat", "the dog ran far away", "birds"]
-    found = lsim.analyze(model, lsim.Data(texts, tokenizer=tokenizer), COSINE, at="encoder.resid_post")["cosine"]
+    model = make()
+    tokenizer = tiny_tokenizer()
+    texts = ["a cat sat", "the dog ran far away", "birds"]
+
+    result = lsim.analyze(model, lsim.Data(texts, tokenizer=tokenizer), COSINE, at="encoder.resid_post")["cosine"]
     wrap = lsim.analyze(
         lsim.open_model(wrapped(model), remote="local"), lsim.Data(texts, tokenizer=tokenizer), COSINE, at="encoder.resid_post"
     )["cosine"]
-    torch.testing.assert_close(found.values, wrap.values, atol=1e-6, rtol=0)
+
+    torch.testing.assert_close(result.values, wrap.values, atol=1e-6, rtol=0)
     for data in (
         texts,
         random_tokens(2, 5),
@@ -229,17 +255,20 @@ def test_texts_are_read_by_the_encoder_and_refused_for_the_decoder(make):
 
 def test_padding_without_a_mask_is_left_out_and_a_start_token_is_not():
     """T5 starts its decoder with the padding id."""
-    model, given = t5(), rows()
-    given["decoder_input_ids"] = torch.where(given["decoder_input_ids"] == 0, 5, given["decoder_input_ids"])
-    given["input_ids"] = torch.where(given["input_ids"] == 0, 5, given["input_ids"])
-    given["decoder_input_ids"][:, 0] = 0
-    plain = lsim.analyze(model, given, COSINE)["cosine"]
+    model = t5()
+    inputs = rows()
+    inputs["decoder_input_ids"] = torch.where(inputs["decoder_input_ids"] == 0, 5, inputs["decoder_input_ids"])
+    inputs["input_ids"] = torch.where(inputs["input_ids"] == 0, 5, inputs["input_ids"])
+    inputs["decoder_input_ids"][:, 0] = 0
+    plain = lsim.analyze(model, inputs, COSINE)["cosine"]
     bare = {
-        name: values * given[name.replace("input_ids", "attention_mask")] for name, values in given.items() if "ids" in name
+        name: values * inputs[name.replace("input_ids", "attention_mask")] for name, values in inputs.items() if "ids" in name
     }
     with pytest.warns(lsim.LayersimWarning, match="without an attention mask"):
-        found = lsim.analyze(model, bare, COSINE)["cosine"]
-    torch.testing.assert_close(found.values, plain.values, atol=1e-6, rtol=0)
+        result = lsim.analyze(model, bare, COSINE)["cosine"]
+
+    torch.testing.assert_close(result.values, plain.values, atol=1e-6, rtol=0)
+
     bare["decoder_input_ids"] = torch.tensor([[0, 0, 0, 5, 6]]).expand(5, -1)
     with pytest.raises(lsim.LayersimError, match=r"`decoder_attention_mask`.* 5 of 5 rows"):
         lsim.analyze(model, bare, COSINE)
@@ -262,31 +291,35 @@ def test_sites_of_both_stacks_in_one_call_are_refused(at):
 
 
 def test_names_patterns_and_module_paths_choose_their_stack():
-    model, given = t5(), rows()
-    family = lsim.analyze(model, given, TOKEN_CKA, at="encoder.attn_out")["cka"]
+    model = t5()
+    inputs = rows()
+    family = lsim.analyze(model, inputs, TOKEN_CKA, at="encoder.attn_out")["cka"]
     paths = [f"encoder.block.{i}.layer.0.SelfAttention" for i in range(3)]
+
     for at in (
         "encoder.blocks.*.hook_attn_out",
         [*family.layers],
         lambda n: "encoder" in n and n.endswith("hook_attn_out"),
         paths,
     ):
-        found = lsim.analyze(model, given, TOKEN_CKA, at=at)["cka"]
-        assert torch.equal(found.values, family.values)
-        assert found.provenance.tokens == 28
-    head = lsim.analyze(model, given, TOKEN_CKA, at=["encoder.blocks.1.attn.hook_z[2]", "encoder.ln_final"])["cka"]
+        result = lsim.analyze(model, inputs, TOKEN_CKA, at=at)["cka"]
+        assert torch.equal(result.values, family.values)
+        assert result.provenance.tokens == 28
+
+    head = lsim.analyze(model, inputs, TOKEN_CKA, at=["encoder.blocks.1.attn.hook_z[2]", "encoder.ln_final"])["cka"]
     assert head.layers == ("encoder.blocks.1.attn.hook_z[2]", "encoder.ln_final.hook_normalized")
     with pytest.raises(lsim.LayersimError, match=r"does not have(.|\n)*blocks of its encoder have none"):
-        lsim.analyze(model, given, TOKEN_CKA, at="encoder.cross_attn_out")
+        lsim.analyze(model, inputs, TOKEN_CKA, at="encoder.cross_attn_out")
     for path in ("decoder.block.0.layer.1.EncDecAttention.k", "decoder.block.1.layer.1.EncDecAttention.v"):
         with pytest.raises(lsim.LayersimError, match=f"`at`.*{path}"):
-            lsim.analyze(model, given, TOKEN_CKA, at=[path])
+            lsim.analyze(model, inputs, TOKEN_CKA, at=[path])
 
 
 @pytest.mark.light("T5")
 @each_model
 def test_layers_of_one_stack_are_named_and_read_as_that_stack(make):
-    model, given = make(), rows()
+    model = make()
+    inputs = rows()
     for stack in ("encoder", "decoder"):
         table = lsim.sites(model)
         chosen = (
@@ -294,18 +327,18 @@ def test_layers_of_one_stack_are_named_and_read_as_that_stack(make):
             .module.str.removesuffix(" (output)")
             .tolist()
         )
-        named = lsim.analyze(lsim.open_model(model, layers=chosen), given, [COSINE, lsim.Trajectory()])
-        plain = lsim.analyze(model, given, [COSINE, lsim.Trajectory()], at=f"{stack}.resid_post")
+        named = lsim.analyze(lsim.open_model(model, layers=chosen), inputs, [COSINE, lsim.Trajectory()])
+        plain = lsim.analyze(model, inputs, [COSINE, lsim.Trajectory()], at=f"{stack}.resid_post")
         assert named["cosine"].layers == plain["cosine"].layers
         assert torch.equal(named["cosine"].values, plain["cosine"].values)
         assert torch.equal(named["cosine"].norm_ratio, plain["cosine"].norm_ratio)
         assert torch.equal(named["trajectory"].values, plain["trajectory"].values)
-        other = "decoder" if stack == "encoder" else "encoder"
+        other_stack = "decoder" if stack == "encoder" else "encoder"
         with pytest.raises(
             lsim.LayersimError,
-            match=f"`at`.*{other}.*`layers`.*{stack}",
+            match=f"`at`.*{other_stack}.*`layers`.*{stack}",
         ):
-            lsim.analyze(lsim.open_model(model, layers=chosen), given, COSINE, at=f"{other}.resid_post")
+            lsim.analyze(lsim.open_model(model, layers=chosen), inputs, COSINE, at=f"{other_stack}.resid_post")
 
 
 def test_layers_of_both_stacks_are_refused():
@@ -316,43 +349,50 @@ def test_layers_of_both_stacks_are_refused():
 def test_a_model_that_is_used_again_reads_its_own_stack():
     from tl_layersim.sources.hooked_module import HookedSource
 
-    given = rows()
+    inputs = rows()
     for model, at in ((lsim.open_model(t5()), "encoder.attn_out"), (HookedSource(t5()), "attn_out")):
-        first = lsim.analyze(model, given, COSINE)["cosine"]
-        lsim.analyze(model, given, COSINE, at=at)
-        again = lsim.analyze(model, given, COSINE)["cosine"]
-        assert first.layers == again.layers
-        assert torch.equal(first.values, again.values)
+        first = lsim.analyze(model, inputs, COSINE)["cosine"]
+        lsim.analyze(model, inputs, COSINE, at=at)
+        repeated = lsim.analyze(model, inputs, COSINE)["cosine"]
+        assert first.layers == repeated.layers
+        assert torch.equal(first.values, repeated.values)
 
 
 def test_two_models_are_compared_at_one_stack():
-    a, b, given = t5(), bart(), rows()
-    keep = {at: counted(given, at) for at in ("encoder.resid_post", "resid_post")}
+    a = t5()
+    b = bart()
+    inputs = rows()
+    keep = {at: counted(inputs, at) for at in ("encoder.resid_post", "resid_post")}
     for at, mask in keep.items():
-        x, y = (by_hand(m, SITES[key, at], given, mask) for m, key in ((a, "T5"), (b, "BART")))
-        found = lsim.compare(a, b, given, TOKEN_CKA, at=at)
-        torch.testing.assert_close(found.values, cka(mask, x, y), atol=1e-5, rtol=0)
+        x, y = (by_hand(m, SITES[key, at], inputs, mask) for m, key in ((a, "T5"), (b, "BART")))
+        result = lsim.compare(a, b, inputs, TOKEN_CKA, at=at)
+        torch.testing.assert_close(result.values, cka(mask, x, y), atol=1e-5, rtol=0)
     from ..models.tiny_models import tiny_gpt2
 
     with pytest.raises(lsim.LayersimError, match="read different inputs of the data"):
-        lsim.compare(a, tiny_gpt2(), given, TOKEN_CKA)
+        lsim.compare(a, tiny_gpt2(), inputs, TOKEN_CKA)
 
 
 def test_the_sublayers_of_a_decoder_are_added_to_the_stream_before_each():
-    model, given = t5(), rows()
-    found = lsim.analyze(model, given, lsim.Contribution())["contribution"]
-    assert found.sublayers[:3] == tuple(f"decoder.blocks.0.hook_{part}_out" for part in ("attn", "cross_attn", "mlp"))
+    model = t5()
+    inputs = rows()
+    result = lsim.analyze(model, inputs, lsim.Contribution())["contribution"]
+    assert result.sublayers[:3] == tuple(f"decoder.blocks.0.hook_{part}_out" for part in ("attn", "cross_attn", "mlp"))
+
     sites = [
         (f"decoder.block.0.layer.{i}{end}", incoming)
         for i, end in enumerate((".SelfAttention", ".EncDecAttention", ".DenseReluDense"))
         for incoming, end in ((False, end), (True, ""))
     ]
-    values = by_hand(model, sites, given, counted(given, "resid_post"))
+    values = by_hand(model, sites, inputs, counted(inputs, "resid_post"))
+
     for number in range(3):
-        added, stream = values[2 * number], values[2 * number + 1]
+        added = values[2 * number]
+        stream = values[2 * number + 1]
         ratio = (added.norm(dim=-1) / stream.norm(dim=-1)).mean()
-        assert float(found.values[number]) == pytest.approx(float(ratio), rel=1e-5)
-    labels = [trace.name for trace in found.plot().data]
+        assert float(result.values[number]) == pytest.approx(float(ratio), rel=1e-5)
+
+    labels = [trace.name for trace in result.plot().data]
     assert labels == ["Attention", "Attention to the encoder", "MLP"]
 
 
@@ -360,16 +400,17 @@ def test_the_basis_says_whether_blocks_end_in_a_norm():
     bases = [lsim.analyze(make(), rows(), COSINE)["cosine"].provenance.basis for make in (t5, bart)]
     assert ["post-norm" in basis for basis in bases] == [False, True]
     config = hf.DistilBertConfig(dim=16, n_layers=2, n_heads=2, hidden_dim=16, vocab_size=100, max_position_embeddings=32)
-    found = lsim.analyze(hf.DistilBertForMaskedLM(config).eval(), random_tokens(2, 6), COSINE)["cosine"]
-    assert "post-norm" in found.provenance.basis
+    result = lsim.analyze(hf.DistilBertForMaskedLM(config).eval(), random_tokens(2, 6), COSINE)["cosine"]
+    assert "post-norm" in result.provenance.basis
 
 
 def test_a_pair_of_other_models_has_two_stacks():
-    model, given = pair(), rows()
+    model = pair()
+    inputs = rows()
     for at, path in (("resid_post", "decoder.bert.encoder.layer"), ("encoder.resid_post", "encoder.encoder.layer")):
         sites = [(f"{path}.0", True), *((f"{path}.{i}", False) for i in range(3))]
-        found = lsim.analyze(model, given, COSINE, at=at)["cosine"]
-        torch.testing.assert_close(found.values, cosine(by_hand(model, sites, given, counted(given, at))), atol=1e-6, rtol=0)
+        result = lsim.analyze(model, inputs, COSINE, at=at)["cosine"]
+        torch.testing.assert_close(result.values, cosine(by_hand(model, sites, inputs, counted(inputs, at))), atol=1e-6, rtol=0)
 
 
 def whisper():
@@ -388,13 +429,14 @@ def whisper():
 
 def test_both_stacks_of_a_model_of_speech():
     model = whisper()
-    given = {"input_features": torch.randn(3, 8, 20), "decoder_input_ids": random_tokens(3, 6)}
+    inputs = {"input_features": torch.randn(3, 8, 20), "decoder_input_ids": random_tokens(3, 6)}
     for at, path, keep in (
         ("resid_post", "model.decoder.layers", torch.ones(3, 6).bool()),
         ("encoder.resid_post", "model.encoder.layers", torch.ones(3, 10).bool()),
     ):
         sites = [(f"{path}.0", True), (f"{path}.0", False), (f"{path}.1", False)]
-        found = lsim.analyze(model, given, COSINE, at=at)["cosine"]
-        torch.testing.assert_close(found.values, cosine(by_hand(model, sites, given, keep)), atol=1e-6, rtol=0)
-    alone = lsim.analyze(model, given["input_features"], COSINE, at="encoder.resid_post")["cosine"]
-    assert torch.equal(alone.values, found.values)
+        result = lsim.analyze(model, inputs, COSINE, at=at)["cosine"]
+        torch.testing.assert_close(result.values, cosine(by_hand(model, sites, inputs, keep)), atol=1e-6, rtol=0)
+
+    alone = lsim.analyze(model, inputs["input_features"], COSINE, at="encoder.resid_post")["cosine"]
+    assert torch.equal(alone.values, result.values)

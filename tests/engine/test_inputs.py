@@ -25,9 +25,10 @@ def test_the_size_and_the_order_of_batches_change_nothing(kind):
     model, data = (pair_bert(), pair_data(8)) if kind == "pairs" else (image_vit(), {"pixel_values": pixels(8)})
     whole = lsim.analyze(model, lsim.Data(data, batch_size=8, positions="all"), lsim.Cosine())["cosine"]
     for size in (1, 3):
-        found = lsim.analyze(model, lsim.Data(data, batch_size=size, positions="all"), lsim.Cosine())["cosine"]
-        assert worst(found, whole) < 1e-12
-        assert found.provenance.data == whole.provenance.data
+        result = lsim.analyze(model, lsim.Data(data, batch_size=size, positions="all"), lsim.Cosine())["cosine"]
+        assert worst(result, whole) < 1e-12
+        assert result.provenance.data == whole.provenance.data
+
     turned = {name: values.flip(0) for name, values in data.items()}
     assert worst(lsim.analyze(model, lsim.Data(turned, positions="all"), lsim.Cosine())["cosine"], whole) < 1e-12
 
@@ -42,7 +43,8 @@ def test_an_interrupted_run_resumes_and_other_inputs_are_refused(kind, tmp_path,
     model, data = (pair_bert(), pair_data(8)) if kind == "pairs" else (image_vit(), {"pixel_values": pixels(8)})
     options = {"batch_size": 2, "positions": "all", "checkpoint": tmp_path / "run.safetensors"}
     undisturbed = lsim.analyze(model, lsim.Data(data, batch_size=2, positions="all"), lsim.Cosine())["cosine"]
-    calls, run = [], HookedSource.run
+    calls = []
+    run = HookedSource.run
 
     def interrupted(self, batch, kernels):
         calls.append(1)
@@ -56,17 +58,17 @@ def test_an_interrupted_run_resumes_and_other_inputs_are_refused(kind, tmp_path,
     name = "token_type_ids" if kind == "pairs" else "pixel_values"
     with pytest.raises(lsim.LayersimError, match=r"`data`.*checkpoint"):
         called(lsim.analyze, model, data | {name: 1 - data[name]}, lsim.Cosine(), **options)
-    found = called(lsim.analyze, model, data, lsim.Cosine(), **options)["cosine"]
-    assert worst(found, undisturbed) == 0
-    assert found.provenance.data == undisturbed.provenance.data
+    result = called(lsim.analyze, model, data, lsim.Cosine(), **options)["cosine"]
+    assert worst(result, undisturbed) == 0
+    assert result.provenance.data == undisturbed.provenance.data
 
 
 def test_attach_gives_the_numbers_of_analyze():
     for model, data in ((pair_bert(), pair_data()), (image_vit(), {"pixel_values": pixels()})):
         with lsim.attach(model, lsim.Cosine(center="none"), positions="all") as probe, torch.no_grad():
             model(**data)
-        found = lsim.analyze(model, lsim.Data(data, batch_size=4, positions="all"), lsim.Cosine(center="none"))["cosine"]
-        np.testing.assert_allclose(probe.results()["cosine"].values, found.values, atol=1e-12)
+        result = lsim.analyze(model, lsim.Data(data, batch_size=4, positions="all"), lsim.Cosine(center="none"))["cosine"]
+        np.testing.assert_allclose(probe.results()["cosine"].values, result.values, atol=1e-12)
 
 
 def processor():
@@ -83,19 +85,25 @@ def test_images_of_a_data_set_go_through_the_processor():
     pictures = [image.fromarray(maker.integers(0, 256, (10, 12, 3), dtype=np.uint8)) for _ in range(6)]
     features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
     data = datasets.Dataset.from_dict({"image": pictures, "label": [0, 1, 2] * 2}, features=features)
-    model, made = image_vit(), processor()
-    values = made(images=pictures, return_tensors="pt")["pixel_values"].double()
+    model = image_vit()
+    image_processor = processor()
+    values = image_processor(images=pictures, return_tensors="pt")["pixel_values"].double()
     expected = oracles.oracle_cosine([states(model, vit_blocks(model), pixel_values=values)])
-    for given in (data, pictures, data.to_iterable_dataset(), {"image": pictures}):
-        found = lsim.analyze(model, lsim.Data(given, tokenizer=made, batch_size=4, positions="all"), lsim.Cosine())["cosine"]
-        np.testing.assert_allclose(found.values, expected["values"], atol=1e-6)
-        assert found.provenance.options["processor"] == "ViTImageProcessorPil"
+
+    for form in (data, pictures, data.to_iterable_dataset(), {"image": pictures}):
+        result = lsim.analyze(model, lsim.Data(form, tokenizer=image_processor, batch_size=4, positions="all"), lsim.Cosine())[
+            "cosine"
+        ]
+        np.testing.assert_allclose(result.values, expected["values"], atol=1e-6)
+        assert result.provenance.options["processor"] == "ViTImageProcessorPil"
     with pytest.raises(lsim.LayersimError, match=r"^`data` .*images.*tokenizer=AutoImageProcessor"):
         lsim.analyze(model, data, lsim.Cosine())
-    model.processor = made
+
+    model.processor = image_processor
     lens = lsim.analyze(model, data, lsim.LogitLens(labels="data"))["logit_lens"]
     with torch.no_grad():
         loss = CE(model(pixel_values=values).logits, torch.tensor(data["label"]))
+
     assert float(lens.cross_entropy[-1]) == pytest.approx(float(loss), abs=1e-6)
 
 
@@ -103,12 +111,16 @@ def stitched_by_hand(front, back, layer: int, blocks, rows: list[dict[str, torch
     """Logits of the back whose block `layer` takes the input of the front's block `layer`."""
     logits = []
     for inputs in rows:
-        seen: list[torch.Tensor] = []
-        handle = blocks(front)[layer].register_forward_pre_hook(lambda _m, a, seen=seen: seen.append(a[0]))
+        inputs_of_block: list[torch.Tensor] = []
+        handle = blocks(front)[layer].register_forward_pre_hook(
+            lambda _m, a, inputs_of_block=inputs_of_block: inputs_of_block.append(a[0])
+        )
         with torch.no_grad():
             front(**inputs)
         handle.remove()
-        handle = blocks(back)[layer].register_forward_pre_hook(lambda _m, a, seen=seen: (seen[0], *a[1:]))
+        handle = blocks(back)[layer].register_forward_pre_hook(
+            lambda _m, a, inputs_of_block=inputs_of_block: (inputs_of_block[0], *a[1:])
+        )
         with torch.no_grad():
             logits.append(back(**inputs).logits)
         handle.remove()
@@ -117,34 +129,46 @@ def stitched_by_hand(front, back, layer: int, blocks, rows: list[dict[str, torch
 
 @pytest.mark.heavy("many stitches")
 def test_stitching_of_models_of_pairs_is_that_of_plain_torch():
-    front, back, data = pair_bert(0), pair_bert(1), pair_data(12)
+    front = pair_bert(0)
+    back = pair_bert(1)
+    data = pair_data(12)
     rows = [alone(data, row) for row in range(12)]
     expected = stitched_by_hand(front, back, 2, bert_blocks, rows)
-    found = lsim.stitch(front, back, lsim.Data(data | {"labels": CLASSES}, batch_size=4), at=(1, 1), adapter="identity")
-    assert found.loss == pytest.approx(float(CE(expected, CLASSES)), abs=1e-9)
+    stitched = lsim.stitch(front, back, lsim.Data(data | {"labels": CLASSES}, batch_size=4), at=(1, 1), adapter="identity")
+
+    assert stitched.loss == pytest.approx(float(CE(expected, CLASSES)), abs=1e-9)
+
     with torch.no_grad():
         logits = torch.cat([back(**row).logits for row in rows])
-        assert found.back_loss == pytest.approx(float(CE(logits, CLASSES)), abs=1e-9)
-        torch.testing.assert_close(torch.cat([found.model(**row).logits for row in rows]), expected)
-    measured = lsim.analyze(found.model, lsim.Data(data, batch_size=5, positions="all"), lsim.Cosine(center="none"))["cosine"]
+        assert stitched.back_loss == pytest.approx(float(CE(logits, CLASSES)), abs=1e-9)
+        torch.testing.assert_close(torch.cat([stitched.model(**row).logits for row in rows]), expected)
+    measured = lsim.analyze(stitched.model, lsim.Data(data, batch_size=5, positions="all"), lsim.Cosine(center="none"))[
+        "cosine"
+    ]
+
     assert measured.provenance.tokens == int(data["attention_mask"].sum())
 
 
 @pytest.mark.heavy("many stitches")
 @pytest.mark.filterwarnings("ignore:Least squares has 50 tokens")
 def test_stitching_of_models_of_images_is_that_of_plain_torch():
-    front, back, images = image_vit(0), image_vit(1), pixels(12)
+    front = image_vit(0)
+    back = image_vit(1)
+    images = pixels(12)
     data = {"pixel_values": images, "labels": CLASSES}
     expected = stitched_by_hand(front, back, 1, vit_blocks, [{"pixel_values": images}])
-    found = lsim.stitch(front, back, lsim.Data(data, batch_size=4), at=(0, 0), adapter="identity")
-    assert found.loss == pytest.approx(float(CE(expected, CLASSES)), abs=1e-9)
+    stitched = lsim.stitch(front, back, lsim.Data(data, batch_size=4), at=(0, 0), adapter="identity")
+
+    assert stitched.loss == pytest.approx(float(CE(expected, CLASSES)), abs=1e-9)
+
     with torch.no_grad():
-        torch.testing.assert_close(found.model(pixel_values=images).logits, expected)
+        torch.testing.assert_close(stitched.model(pixel_values=images).logits, expected)
     trained = lsim.stitch(front, back, lsim.Data(data, batch_size=4), at=(0, 0), adapter="linear", fit="lstsq", ridge=0.1)
     assert trained.adapter.weight is not None
-    same = lsim.stitch(front, front, data, at=(2, 2), adapter="identity")
-    assert same.penalty == 0
-    measured = lsim.analyze(found.model, lsim.Data(images, positions="all"), lsim.Cosine(center="none"))["cosine"]
+
+    unchanged = lsim.stitch(front, front, data, at=(2, 2), adapter="identity")
+    assert unchanged.penalty == 0
+    measured = lsim.analyze(stitched.model, lsim.Data(images, positions="all"), lsim.Cosine(center="none"))["cosine"]
     assert measured.provenance.tokens == 60
 
 
@@ -155,9 +179,9 @@ def test_stitching_through_simulated_servers():
     data = {"pixel_values": pixels(12), "labels": CLASSES}
     expected = lsim.stitch(image_vit(0), image_vit(1), lsim.Data(data, batch_size=4), at=(0, 0), adapter="identity")
     places = [nnsight.NNsight(image_vit(seed)) for seed in (0, 1)]
-    found = called(lsim.stitch, *places, data, at=(0, 0), adapter="identity", batch_size=4, remote="local")
-    assert found.loss == pytest.approx(expected.loss, abs=1e-9)
-    assert found.back_loss == pytest.approx(expected.back_loss, abs=1e-9)
+    stitched = called(lsim.stitch, *places, data, at=(0, 0), adapter="identity", batch_size=4, remote="local")
+    assert stitched.loss == pytest.approx(expected.loss, abs=1e-9)
+    assert stitched.back_loss == pytest.approx(expected.back_loss, abs=1e-9)
 
 
 @pytest.mark.heavy("a comparison of trainings")
@@ -165,29 +189,30 @@ def test_stitching_through_simulated_servers():
 @pytest.mark.parametrize("kind", ["pairs", "images"])
 def test_evaluate_layers_measures_what_the_model_is_given(kind):
     make, blocks = (pair_bert, bert_blocks) if kind == "pairs" else (image_vit, vit_blocks)
-    before, after = make(0), make(1)
+    before = make(0)
+    after = make(1)
     data = pair_data(12) if kind == "pairs" else {"pixel_values": pixels(12)}
     rows = [alone(data, row) for row in range(12)]
-    found = lsim.evaluate_layers(before, after, lsim.Data(data | {"label": CLASSES}, batch_size=4), center="none")["layers"]
+    result = lsim.evaluate_layers(before, after, lsim.Data(data | {"label": CLASSES}, batch_size=4), center="none")["layers"]
     for number, model in enumerate((before, after)):
         with torch.no_grad():
             logits = torch.cat([model(**row).logits for row in rows])
-        assert float(found.values[number, -1]) == pytest.approx(float(CE(logits, CLASSES)), abs=1e-6)
+        assert float(result.values[number, -1]) == pytest.approx(float(CE(logits, CLASSES)), abs=1e-6)
         heads = np.stack([states(model, blocks(model), **row)[:, 0] for row in rows], 1)
         expected = oracles.oracle_cosine([heads], center="none")["values"][:, -1]
-        np.testing.assert_allclose(found.cosine_to_last[number], expected, atol=1e-9)
+        np.testing.assert_allclose(result.cosine_to_last[number], expected, atol=1e-9)
 
 
 def layer_losses(model, blocks, row: dict[str, torch.Tensor], label: torch.Tensor) -> torch.Tensor:
     """The mean over layers of the cross-entropy of each layer through the model's own norm, pooler and head."""
-    seen: list[torch.Tensor] = []
-    handles = [block.register_forward_hook(lambda _m, _a, out: seen.append(out)) for block in blocks]
+    outputs: list[torch.Tensor] = []
+    handles = [block.register_forward_hook(lambda _m, _a, out: outputs.append(out)) for block in blocks]
     model(**row)
     for handle in handles:
         handle.remove()
     base = model.base_model
     losses = []
-    for x in seen:
+    for x in outputs:
         if hasattr(base, "pooler") and base.pooler is not None:
             logits = model.classifier(base.pooler(x))
         else:
@@ -200,7 +225,8 @@ def layer_losses(model, blocks, row: dict[str, torch.Tensor], label: torch.Tenso
 @pytest.mark.parametrize("kind", ["pairs", "images", "embeddings"])
 def test_one_step_of_a_fine_tune_is_that_of_plain_torch(kind):
     make, blocks = (image_vit, vit_blocks) if kind == "images" else (pair_bert, bert_blocks)
-    model, naive = make(0), make(0)
+    model = make(0)
+    naive = make(0)
     data = {"pixel_values": pixels(12)} if kind == "images" else pair_data(12)
     if kind == "embeddings":
         embeds = model.bert.embeddings.word_embeddings(data.pop("input_ids")).detach()
@@ -216,8 +242,8 @@ def test_one_step_of_a_fine_tune_is_that_of_plain_torch(kind):
     loss = torch.stack([layer_losses(naive, blocks(naive), row, CLASSES[i : i + 1]) for i, row in enumerate(rows)]).mean()
     loss.backward()
     optimiser.step()
-    for (name, ours), theirs in zip(model.named_parameters(), naive.parameters(), strict=True):
-        if theirs.grad is not None:
+    for (name, parameter), expected in zip(model.named_parameters(), naive.parameters(), strict=True):
+        if expected.grad is not None:
             # Where the gradient is 0, AdamW follows the sign of its rounding error.
-            kept = theirs.grad.abs() > 1e-9
-            torch.testing.assert_close(ours[kept], theirs[kept], atol=1e-6, rtol=1e-5, msg=name)
+            moved = expected.grad.abs() > 1e-9
+            torch.testing.assert_close(parameter[moved], expected[moved], atol=1e-6, rtol=1e-5, msg=name)

@@ -35,13 +35,15 @@ def one_pass() -> list:
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_a_replicate_is_the_result_of_the_data_without_a_block():
-    model, data = tiny_llama(dtype=torch.float64), rows(40)
-    analyzers = [one for one in one_pass() if one.name != "cka"]
+    model = tiny_llama(dtype=torch.float64)
+    data = rows(40)
+    analyzers = [analyzer for analyzer in one_pass() if analyzer.name != "cka"]
     report = lsim.analyze(model, lsim.Data(data, batch_size=2), analyzers, intervals=True)
     without = {}
     for block in (0, 7, 19):
-        rest = data[: 2 * block] + data[2 * block + 2 :]
-        without[block] = lsim.analyze(model, lsim.Data(rest, batch_size=2), analyzers)
+        other_rows = data[: 2 * block] + data[2 * block + 2 :]
+        without[block] = lsim.analyze(model, lsim.Data(other_rows, batch_size=2), analyzers)
+
     for name, result in report.items():
         assert len(result.replicates) == len(result.block_tokens) == 20
         assert result.block_tokens == tuple(sum(len(row) for row in data[2 * j : 2 * j + 2]) for j in range(20))
@@ -52,21 +54,25 @@ def test_a_replicate_is_the_result_of_the_data_without_a_block():
 
 @pytest.mark.heavy("many runs")
 def test_a_block_of_a_measure_of_pairs_is_a_pool_of_sixteen_rows():
-    model, data = tiny_llama(dtype=torch.float64), rows(16 * 17)
+    model = tiny_llama(dtype=torch.float64)
+    data = rows(16 * 17)
     result = lsim.analyze(model, lsim.Data(data, batch_size=5), lsim.CKA(minibatch=64), intervals=True)["cka"]
+
     assert len(result.replicates) == 17
     for block in (0, 7):
-        rest = data[: 16 * block] + data[16 * block + 16 :]
-        assert worst(result.replicates[block], lsim.analyze(model, rest, lsim.CKA(minibatch=64))["cka"]) < 1e-9
+        other_rows = data[: 16 * block] + data[16 * block + 16 :]
+        assert worst(result.replicates[block], lsim.analyze(model, other_rows, lsim.CKA(minibatch=64))["cka"]) < 1e-9
 
 
 def test_what_a_first_pass_determines_is_held_fixed():
     """The most frequent tokens of the data are the classes of NC1, also of the data without a block."""
-    model, data = tiny_llama(), rows(34)
+    model = tiny_llama()
+    data = rows(34)
     result = lsim.analyze(model, lsim.Data(data, batch_size=2), [lsim.NeuralCollapse()], intervals=True)["neural_collapse"]
     assert len(result.replicates) == 17
-    assert {one.labels for one in result.replicates} == {result.labels}
+    assert {replicate.labels for replicate in result.replicates} == {result.labels}
     assert bool(result.interval().error.gt(0).all())
+
     cosine = lsim.analyze(model, lsim.Data(data, batch_size=2), [lsim.Cosine()], intervals=True)["cosine"]
     fixed = lsim.analyze(model, lsim.Data(data[2:], batch_size=2), [lsim.Cosine(center=cosine.mean)])["cosine"]
     assert worst(cosine.replicates[0], fixed) < 1e-9
@@ -76,9 +82,12 @@ def test_what_a_first_pass_determines_is_held_fixed():
 
 
 def test_intervals_change_no_number():
-    model, data = tiny_llama(), rows(21)
+    model = tiny_llama()
+    data = rows(21)
+
     plain = lsim.analyze(model, lsim.Data(data, batch_size=1), [*one_pass(), lsim.NeuralCollapse()])
     report = lsim.analyze(model, lsim.Data(data, batch_size=1), [*one_pass(), lsim.NeuralCollapse()], intervals=True)
+
     for name in plain:
         assert worst(plain[name], report[name]) < 1e-12
         assert not plain[name].has_intervals
@@ -92,15 +101,15 @@ def test_an_interval_is_students_t_about_the_value_with_the_error_of_the_replica
 
     result = lsim.analyze(tiny_llama(), lsim.Data(rows(36), batch_size=2), [lsim.LogitLens()], intervals=True)["logit_lens"]
     value, low, high, error = result.interval("entropy", level=0.9)
-    replicates = torch.stack([one.entropy for one in result.replicates])
+    replicates = torch.stack([replicate.entropy for replicate in result.replicates])
     assert error.equal(standard_error(result.entropy, replicates))
     # On the scale of logarithms, as an entropy is above 0.
     degrees = degrees_of_freedom(value, replicates)
     factor = (torch.as_tensor(stats.t.ppf(0.95, degrees)) * error / value).exp()
     skew = [skewness.moments(column.tolist())[1:] for column in replicates.T]
     hall = [
-        skewness.ends(*one, level=0.9)
-        for one in zip(value.tolist(), error.tolist(), degrees.tolist(), *zip(*skew, strict=True), strict=True)
+        skewness.ends(*moments, level=0.9)
+        for moments in zip(value.tolist(), error.tolist(), degrees.tolist(), *zip(*skew, strict=True), strict=True)
     ]
     expected = torch.tensor(hall).double().T
     torch.testing.assert_close(low, torch.minimum(value / factor, expected[0]), rtol=1e-4, atol=0)
@@ -111,15 +120,19 @@ def test_an_interval_is_students_t_about_the_value_with_the_error_of_the_replica
 
 
 def test_any_number_of_a_result_has_an_interval():
-    a, b, data = tiny_llama(), tiny_llama(seed=1), rows(40)
+    a = tiny_llama()
+    b = tiny_llama(seed=1)
+    data = rows(40)
     result = lsim.compare(a, b, lsim.Data(data, batch_size=2), lsim.CKA(minibatch=4), intervals=True)
-    found = result.interval(lambda one: one.distance())
+    interval = result.interval(lambda replicate: replicate.distance())
     naive = standard_error(
         torch.tensor(result.distance(), dtype=torch.float64),
-        torch.tensor([one.distance() for one in result.replicates], dtype=torch.float64),
+        torch.tensor([replicate.distance() for replicate in result.replicates], dtype=torch.float64),
     )
-    assert found.error.equal(naive)
-    assert found.value.shape == ()
+
+    assert interval.error.equal(naive)
+    assert interval.value.shape == ()
+
     # The other order of the models, intervals included.
     turned = result.transposed()
     assert turned.interval("values").low.equal(result.interval("values").low.T)
@@ -129,12 +142,14 @@ def test_any_number_of_a_result_has_an_interval():
 def test_a_table_and_the_text_show_the_intervals():
     report = lsim.analyze(tiny_llama(), lsim.Data(rows(40), batch_size=2), [lsim.Cosine(center="none")], intervals=True)
     table = report["cosine"].to_frame()
-    found = report["cosine"].interval("values")
-    np.testing.assert_array_equal(table["values_low"], found.low.flatten())
-    np.testing.assert_array_equal(table["values_high"], found.high.flatten())
+    interval = report["cosine"].interval("values")
+    np.testing.assert_array_equal(table["values_low"], interval.low.flatten())
+    np.testing.assert_array_equal(table["values_high"], interval.high.flatten())
     assert {"std_low", "below_zero_high"} <= set(table.columns)
+
     margins = [line for line in repr(report).splitlines() if " ± " in line]
     assert len(margins) >= 2
+
     plain = lsim.analyze(tiny_llama(), lsim.Data(rows(40), batch_size=2), [lsim.Cosine(center="none")])
     assert " ± " not in repr(plain)
     assert "values_low" not in plain["cosine"].to_frame("values")
@@ -146,10 +161,12 @@ def test_a_grid_has_intervals_of_its_distances_and_of_each_pair(tmp_path):
     data = rows(16 * 5)
     grid = lsim.compare_grid(models, data, lsim.CKA(minibatch=64), intervals=True)
     pair = lsim.compare(models["a"], models["b"], data, lsim.CKA(minibatch=64), intervals=True)
+
     assert worst(grid["a", "b"], pair) < 1e-12
     torch.testing.assert_close(grid["a", "b"].interval("values").low, pair.interval("values").low)
-    torch.testing.assert_close(grid.interval().low[0, 1], pair.interval(lambda one: one.distance()).low)
+    torch.testing.assert_close(grid.interval().low[0, 1], pair.interval(lambda replicate: replicate.distance()).low)
     torch.testing.assert_close(grid["b", "a"].interval("values").low, pair.interval("values").low.T)
+
     grid.save(tmp_path / "grid.safetensors")
     loaded = lsim.load(tmp_path / "grid.safetensors")
     torch.testing.assert_close(loaded.interval().high, grid.interval().high, rtol=0, atol=0, equal_nan=True)
@@ -164,21 +181,24 @@ def test_a_file_keeps_the_intervals(tmp_path):
     for name, result in report.items():
         assert loaded[name].block_tokens == result.block_tokens
         for field in (name for name, bounds in bounds_of(result).items() if bounds is not None):
-            for one, other in zip(result.interval(field), loaded[name].interval(field), strict=True):
-                assert torch.equal(one.nan_to_num(-7), other.nan_to_num(-7))
-        for one, other in zip(result.replicates, loaded[name].replicates, strict=True):
-            assert worst(one, other) == 0
-            assert type(one) is type(other)
+            for bound, loaded_bound in zip(result.interval(field), loaded[name].interval(field), strict=True):
+                assert torch.equal(bound.nan_to_num(-7), loaded_bound.nan_to_num(-7))
+        for replicate, loaded_replicate in zip(result.replicates, loaded[name].replicates, strict=True):
+            assert worst(replicate, loaded_replicate) == 0
+            assert type(replicate) is type(loaded_replicate)
 
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize("at", [1, 30, 60])
 def test_a_resumed_run_has_the_same_intervals_to_the_last_bit(at, tmp_path, monkeypatch):
     """Thirty-four rows twice over: blocks of one row become blocks of two at the thirty-second."""
-    model, data, path = tiny_llama(), rows(34), tmp_path / "run.safetensors"
+    model = tiny_llama()
+    data = rows(34)
+    path = tmp_path / "run.safetensors"
     analyzers = [lsim.Cosine(), lsim.LogitLens()]
     undisturbed = lsim.analyze(model, lsim.Data(data, batch_size=1), analyzers, intervals=True)
-    calls, run = [], HookedSource.run
+    calls = []
+    run = HookedSource.run
 
     def interrupted(self, batch, kernels):
         calls.append(1)
@@ -194,34 +214,38 @@ def test_a_resumed_run_has_the_same_intervals_to_the_last_bit(at, tmp_path, monk
     for name, result in undisturbed.items():
         assert result.block_tokens == report[name].block_tokens
         assert len(result.block_tokens) == 17
-        for one, other in zip(result.replicates, report[name].replicates, strict=True):
-            assert worst(one, other) == 0
+        for replicate, resumed_replicate in zip(result.replicates, report[name].replicates, strict=True):
+            assert worst(replicate, resumed_replicate) == 0
     # Without blocks it is another run.
     with pytest.raises(lsim.LayersimError, match="belongs to another run"):
         lsim.analyze(model, lsim.Data(data, batch_size=1), analyzers, checkpoint=path)
 
 
 def test_forward_passes_of_a_loop_form_blocks():
-    model, data = tiny_gpt2(), list(random_tokens(48, 12))
+    model = tiny_gpt2()
+    data = list(random_tokens(48, 12))
     with lsim.attach(model, [lsim.LogitLens()], intervals=True) as probe:
-        for one in torch.stack(data).split(3):
-            model(one)
-    found = probe.results()["logit_lens"]
-    assert found.block_tokens == (36,) * 16
-    assert bool(found.interval("entropy").error.gt(0).all())
-    assert found.provenance.options["intervals"] is True
+        for batch in torch.stack(data).split(3):
+            model(batch)
+    result = probe.results()["logit_lens"]
+
+    assert result.block_tokens == (36,) * 16
+    assert bool(result.interval("entropy").error.gt(0).all())
+    assert result.provenance.options["intervals"] is True
 
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_forward_passes_that_are_measured_together_share_a_block():
     """A loop of small forward passes gives the same pools of rows with and without intervals."""
-    model, data = tiny_gpt2(), random_tokens(560, 60)
+    model = tiny_gpt2()
+    data = random_tokens(560, 60)
     results = {}
     for intervals in (False, True):
         with lsim.attach(model, [lsim.CKA(minibatch=64)], intervals=intervals) as probe:
-            for one in data.split(7):
-                model(one)
+            for batch in data.split(7):
+                model(batch)
         results[intervals] = probe.results()["cka"]
+
     assert results[True].values.equal(results[False].values)
     assert sum(results[True].block_tokens) == 560 * 60
     assert len(results[True].block_tokens) >= 16
@@ -229,30 +253,38 @@ def test_forward_passes_that_are_measured_together_share_a_block():
 
 def test_few_blocks_are_reported():
     model = tiny_llama()
-    with pytest.warns(lsim.LayersimWarning, match=r"'logit_lens', 'saturation'.*\b6\b") as told:
+    with pytest.warns(lsim.LayersimWarning, match=r"'logit_lens', 'saturation'.*\b6\b") as warnings:
         few = lsim.analyze(model, lsim.Data(rows(6), batch_size=2), [lsim.LogitLens(), lsim.Saturation()], intervals=True)[
             "logit_lens"
         ]
     # One warning of the blocks, and one of the texts.
-    texts, blocks = ([one for one in told if f" 6 {what}" in str(one.message)] for what in ("texts", "jackknife blocks"))
+    texts, blocks = (
+        [warning for warning in warnings if f" 6 {what}" in str(warning.message)] for what in ("texts", "jackknife blocks")
+    )
+
     assert len(texts) == len(blocks) == 1
-    assert len([one for one in told if "'saturation'" in str(one.message)]) == 2
+    assert len([warning for warning in warnings if "'saturation'" in str(warning.message)]) == 2
     assert bool(few.interval("entropy").error.isfinite().all())
+
     with pytest.warns(lsim.LayersimWarning, match=r"'cosine' [^']*\b6\b[^']*'cka' [^']*\b1\b"):
         lsim.analyze(model, lsim.Data(rows(6), batch_size=1), [lsim.Cosine(), lsim.CKA(minibatch=4)], intervals=True)
     with pytest.warns(lsim.LayersimWarning, match=r"'logit_lens'.*\b1\b"):
-        one = lsim.analyze(model, rows(1), [lsim.LogitLens()], intervals=True)["logit_lens"]
-    assert one.has_intervals
-    assert bool(one.interval("entropy").low.isnan().all())
-    assert " ± " not in repr(one)
+        single_row = lsim.analyze(model, rows(1), [lsim.LogitLens()], intervals=True)["logit_lens"]
+
+    assert single_row.has_intervals
+    assert bool(single_row.interval("entropy").low.isnan().all())
+    assert " ± " not in repr(single_row)
 
 
 def test_a_measure_that_needs_every_block_has_no_intervals_and_says_so():
     """Without the block of the only row of a class, NC1 of two classes is not defined."""
-    data, labels = list(random_tokens(32, 9)), torch.tensor([0] * 31 + [1])
+    data = list(random_tokens(32, 9))
+    labels = torch.tensor([0] * 31 + [1])
+
     analyzer = lsim.NeuralCollapse(labels=labels, pool="last")
     with pytest.warns(lsim.LayersimWarning, match="no intervals.* 16"):
         result = lsim.analyze(tiny_llama(), lsim.Data(data, batch_size=2), [analyzer], intervals=True)["neural_collapse"]
+
     assert not result.has_intervals
 
 
@@ -260,13 +292,14 @@ def test_what_has_no_interval_is_refused():
     plain = lsim.analyze(tiny_llama(), rows(4), [lsim.Cosine(center="none")])["cosine"]
     with pytest.raises(lsim.LayersimError, match=r"has no intervals(.|\n)*intervals=True"):
         plain.interval()
+
     result = lsim.analyze(tiny_llama(), lsim.Data(rows(32), batch_size=2), [lsim.Cosine(center="none")], intervals=True)[
         "cosine"
     ]
     with pytest.raises(lsim.LayersimError, match="'nothing'"):
         result.interval("nothing")
     with pytest.raises(lsim.LayersimError, match=r"`interval`.*\(2,\).*\(3,\)"):
-        result.interval(lambda one: torch.zeros(2 if one is result else 3))
+        result.interval(lambda replicate: torch.zeros(2 if replicate is result else 3))
     for level in (0.0, 1.0, 95.0):
         with pytest.raises(lsim.LayersimError, match="`level`"):
             result.interval(level=level)

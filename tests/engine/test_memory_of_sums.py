@@ -20,10 +20,13 @@ CASES = [(1, False, 3), (1024, False, 13), (1000, True, 54)]
 @pytest.mark.parametrize(("leaves", "intervals", "copies"), CASES)
 def test_sums_that_may_not_fit_are_warned_of(leaves, intervals, copies, monkeypatch, recwarn):
     sums = {"a": 800, "b": 8}
-    memory, need = psutil.virtual_memory(), copies * 808
+    memory = psutil.virtual_memory()
+    need = copies * 808
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory._replace(available=need))
     check_memory(sums, leaves, intervals)
+
     assert not recwarn
+
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory._replace(available=need - 1))
     with pytest.warns(LayersimWarning, match=rf"\b{copies} copies(.|\n)*'a'"):
         check_memory(sums, leaves, intervals)
@@ -36,6 +39,7 @@ def test_all_copies_of_the_sums_are_within_the_limit_of_the_analyzer(leaves, int
         {"procrustes": lsim.Procrustes(max_memory_gb=copies * size / 1e9), "cosine": lsim.Cosine()} for size in (8000, 7999)
     )
     check_memory(sums, leaves, intervals, fits)
+
     with pytest.raises(LayersimError, match=rf"\b{copies} copies(.|\n)*'procrustes'"):
         check_memory(sums, leaves, intervals, larger)
 
@@ -56,16 +60,18 @@ LARGE = {
 @pytest.mark.parametrize("name", LARGE)
 @pytest.mark.parametrize("batch_size", [1, 8])
 def test_a_run_beyond_the_limit_is_refused_before_a_kernel_runs(name, batch_size, monkeypatch):
-    sizes, refused = [], []
+    sizes = []
+    refused = []
     check = engine.check_memory
 
-    def noted(known, leaves, intervals, analyzers, at_once):
-        sizes.append(sum(known.values()))
+    def noted(sizes_by_name, leaves, intervals, analyzers, at_once):
+        sizes.append(sum(sizes_by_name.values()))
         refused.append(most_copies(leaves, intervals, at_once) * sizes[-1])
-        check(known, leaves, intervals, analyzers, at_once)
+        check(sizes_by_name, leaves, intervals, analyzers, at_once)
 
     monkeypatch.setattr(engine, "check_memory", noted)
-    model, data = tiny_llama(), lsim.Data(random_tokens(16, 20), batch_size=batch_size)
+    model = tiny_llama()
+    data = lsim.Data(random_tokens(16, 20), batch_size=batch_size)
     lsim.analyze(model, data, LARGE[name](4.0), intervals=True)
     # What is known before the pass with the large sums is their size, up to counts and sums of samples.
     number = sizes.index(max(sizes)) - 1

@@ -148,6 +148,7 @@ def test_every_way_to_spread_a_model_gives_what_one_process_gives(kind, group):
         assert worst(reports[0][name], alone[name]) < 1e-5
         assert reports[0][name].provenance.tokens == 37 * 11
         assert reports[0][name].provenance.weights_hash == reports[1][name].provenance.weights_hash
+
     passes = sorted(line for rank in range(RANKS) for line in said(group, rank) if line.startswith(f"{kind} passes"))
     # The first look and the main one; copies take turns, parts do not. One row is watched before each run. Processes that share
     # weights compare no row with itself alone; FSDP and copies do.
@@ -161,9 +162,9 @@ def test_sites_inside_blocks_of_a_model_that_is_spread(kind, group):
         tiny_llama(), lsim.Data(list(random_tokens(37, 11)), batch_size=2), lsim.CKA(minibatch=16), at="attn_out"
     )["cka"]
     for rank in range(RANKS):
-        found = lsim.load(group / f"{kind}-{rank}-attn_out.safetensors")["cka"]
-        assert worst(found, alone) < 1e-4
-        assert found.layers == alone.layers
+        result = lsim.load(group / f"{kind}-{rank}-attn_out.safetensors")["cka"]
+        assert worst(result, alone) < 1e-4
+        assert result.layers == alone.layers
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -173,6 +174,7 @@ def test_sites_that_are_divided_among_processes_are_refused(kind, family, group)
     divided = {"tp_plan": ("q", "z", "mlp_post"), "DeviceMesh": ("mlp_post",), "nnsight": ("mlp_post",)}.get(kind, ())
     refusals = [any(line.startswith(f"{kind} {family} refused: `at`") for line in said(group, r)) for r in (0, 1)]
     assert refusals == [family in divided] * 2
+
     if family not in divided:
         alone = lsim.analyze(tiny_llama(), random_tokens(4, 11), lsim.CKA(minibatch=16), at=family)["cka"]
         assert worst(lsim.load(group / f"{kind}-0-{family}.safetensors")["cka"], alone) < 1e-5

@@ -48,11 +48,13 @@ def test_each_equals_a_run_of_its_own_and_survives_a_file(make, tmp_path):
     assert list(report) == list(make())
     for name, analyzer in make().items():
         assert_equal(report, name, alone(analyzer, intervals=True))
+
     again = lsim.load(report.save(tmp_path / "report.safetensors"))
     for name in make():
         assert_equal(again, name, report[name])
         low = report[name].interval("values").low
         assert torch.equal(again[name].interval("values").low.nan_to_num(), low.nan_to_num())
+
     first, second = (report[name].values for name in make())
     assert not torch.equal(first, second)
 
@@ -60,17 +62,18 @@ def test_each_equals_a_run_of_its_own_and_survives_a_file(make, tmp_path):
 @pytest.mark.heavy("many runs")
 def test_two_sets_of_labels_do_not_share_a_lens():
     labels = [torch.randint(50, (len(ROWS),), generator=torch.Generator().manual_seed(n)) for n in (0, 1)]
-    both = {f"labels_{n}": lsim.LogitLens(labels=own) for n, own in enumerate(labels)}
-    report = lsim.analyze(tiny_llama(), lsim.Data(ROWS, batch_size=2, positions="last"), both)
-    for name, analyzer in both.items():
+    analyzers = {f"labels_{n}": lsim.LogitLens(labels=targets) for n, targets in enumerate(labels)}
+    report = lsim.analyze(tiny_llama(), lsim.Data(ROWS, batch_size=2, positions="last"), analyzers)
+    for name, analyzer in analyzers.items():
         assert_equal(report, name, alone(analyzer, positions="last"))
 
 
 @pytest.mark.heavy("many runs")
 def test_an_analyzer_of_two_passes_twice():
-    both = {"means": lsim.Cosine(), "raw": lsim.Cosine(center="none"), "collapse": "neural_collapse"}
+    analyzers = {"means": lsim.Cosine(), "raw": lsim.Cosine(center="none"), "collapse": "neural_collapse"}
     data = {"input_ids": ROWS, "label": torch.arange(32) % 2}
-    report = lsim.analyze(tiny_llama(), lsim.Data(data, batch_size=2), both)
+    report = lsim.analyze(tiny_llama(), lsim.Data(data, batch_size=2), analyzers)
+
     assert_equal(report, "means", alone(lsim.Cosine()))
     assert_equal(report, "raw", alone(lsim.Cosine(center="none")))
     assert type(report["collapse"]).__name__ == "NeuralCollapseResult"
@@ -78,9 +81,12 @@ def test_an_analyzer_of_two_passes_twice():
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_compare_and_compare_grid_return_a_report_of_the_names():
-    a, b = tiny_llama(seed=0), tiny_llama(seed=1)
+    a = tiny_llama(seed=0)
+    b = tiny_llama(seed=1)
+
     report = lsim.compare(a, b, lsim.Data(ROWS, batch_size=2), similarities())
     grids = lsim.compare_grid({"a": a, "b": b}, lsim.Data(ROWS, batch_size=2), similarities())
+
     assert list(report) == list(grids) == ["small", "large"]
     for name, analyzer in similarities().items():
         expected = lsim.compare(a, b, lsim.Data(ROWS, batch_size=2), analyzer)
@@ -109,10 +115,10 @@ def test_attach_and_estimate(monkeypatch):
             model(rows)
     report = probe.results()
     for name, analyzer in lenses().items():
-        with lsim.attach(model, analyzer) as own:
+        with lsim.attach(model, analyzer) as probe_of_lens:
             for rows in ROWS.split(2):
                 model(rows)
-        assert_equal(report, name, own.results()["logit_lens"])
+        assert_equal(report, name, probe_of_lens.results()["logit_lens"])
 
     cost = {"tokens": 1000, "batch_size": 2, "seq_len": 16}
     twice = lsim.estimate(model, similarities(), **cost)
@@ -125,9 +131,10 @@ def test_attach_and_estimate(monkeypatch):
 @pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_sweep_and_its_folder(tmp_path):
     models = {0: tiny_llama(seed=0), 1: tiny_llama(seed=1)}
-    found = lsim.sweep(models, lsim.Data(ROWS, batch_size=2), lenses(), checkpoint=tmp_path / "folder")
+    computed = lsim.sweep(models, lsim.Data(ROWS, batch_size=2), lenses(), checkpoint=tmp_path / "folder")
     again = lsim.sweep(models, lsim.Data(ROWS, batch_size=2), lenses(), checkpoint=tmp_path / "folder")
-    for sweep in (found, again):
+
+    for sweep in (computed, again):
         assert_equal(sweep[0], "raw", alone(lsim.LogitLens(norm="none")))
     with pytest.raises(lsim.LayersimError):
         lsim.sweep(models, ROWS, {"raw": lsim.LogitLens(), "normed": lsim.LogitLens()}, checkpoint=tmp_path / "folder")
@@ -135,17 +142,19 @@ def test_sweep_and_its_folder(tmp_path):
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_shards_are_merged_under_the_names_with_options_restored(tmp_path):
-    both = lenses()
+    analyzers = lenses()
     for number in range(2):
         path = tmp_path / f"{number}.safetensors"
-        lsim.analyze(tiny_llama(), lsim.Data(ROWS, batch_size=2), both, shard=(number, 2), save_to=path)
+        lsim.analyze(tiny_llama(), lsim.Data(ROWS, batch_size=2), analyzers, shard=(number, 2), save_to=path)
+
     merged = lsim.merge(tmp_path)
-    given = lsim.merge(tmp_path, analyzers=both)
-    for name, analyzer in both.items():
+    merged_with_analyzers = lsim.merge(tmp_path, analyzers=analyzers)
+
+    for name, analyzer in analyzers.items():
         assert_equal(merged, name, alone(analyzer))
-        assert_equal(given, name, alone(analyzer))
+        assert_equal(merged_with_analyzers, name, alone(analyzer))
     with pytest.raises(lsim.LayersimError, match="`analyzers`"):
-        lsim.merge(tmp_path, analyzers={"raw": both["normed"], "normed": both["raw"]})
+        lsim.merge(tmp_path, analyzers={"raw": analyzers["normed"], "normed": analyzers["raw"]})
 
 
 @pytest.mark.heavy("many runs")
@@ -174,9 +183,9 @@ def test_a_checkpoint_resumes_and_refuses_other_names(tmp_path):
 
 def test_the_difference_of_two_reports():
     report = lsim.analyze(tiny_llama(), lsim.Data(ROWS, batch_size=2), similarities(), intervals=True)
-    found = lsim.difference(report, report)
-    assert list(found) == ["small", "large"]
-    assert bool((found["small"]["values"].sel(statistic="difference") == 0).all())
+    difference = lsim.difference(report, report)
+    assert list(difference) == ["small", "large"]
+    assert bool((difference["small"]["values"].sel(statistic="difference") == 0).all())
 
 
 def test_a_list_with_an_analyzer_twice_is_refused():

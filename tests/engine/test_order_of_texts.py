@@ -54,22 +54,25 @@ def test_documents_of_four_rows_are_called_alike():
         document = torch.randn(64, DIRECTIONS, generator=generator, dtype=torch.float64).repeat_interleave(4, 0)
         means[7] = math.sqrt(0.5) * means[7] + math.sqrt(0.5) * document
         rate += warned(means) / 20
+
     assert rate > 0.9
 
 
 def test_the_correlation_is_that_of_neighbours_in_a_pool():
     means = torch.randn(2, 40, DIRECTIONS, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    found = neighbour_correlations_of_texts(sums_of(means).fields)
+    correlations = neighbour_correlations_of_texts(sums_of(means).fields)
     centred = means - means.mean(1, keepdim=True)
     # 40 texts are pools of 16, 16 and 8.
     pairs = [number for number in range(39) if number % POOL != POOL - 1]
-    for site, own in enumerate(centred):
+
+    for site, vectors in enumerate(centred):
         of_directions = [
-            sum(own[number, d] * own[number + 1, d] for number in pairs) / len(pairs) / (own[:, d] ** 2).mean()
+            sum(vectors[number, d] * vectors[number + 1, d] for number in pairs) / len(pairs) / (vectors[:, d] ** 2).mean()
             for d in range(DIRECTIONS)
         ]
-        assert float(found[site]) == pytest.approx(float(sum(of_directions)) / DIRECTIONS, rel=1e-9)
+        assert float(correlations[site]) == pytest.approx(float(sum(of_directions)) / DIRECTIONS, rel=1e-9)
     assert not len(neighbour_correlations_of_texts(sums_of(means[:, :2]).fields))
+
     means[1] = 1.0
     assert len(neighbour_correlations_of_texts(sums_of(means).fields)) == 1
 

@@ -59,18 +59,22 @@ def test_rows_of_patches_are_rows(as_list):
     with torch.no_grad():
         last = Patches()(x)
     expected = torch.nn.functional.cosine_similarity(x.double(), last.double(), dim=-1).mean()
-    found = lsim.analyze(opened(), lsim.Data({"pixel_values": list(x) if as_list else x}, positions="all"), COSINE)["cosine"]
-    assert (found.provenance.sequences, found.provenance.tokens) == (8, 40)
-    assert float(found.values[0, -1]) == pytest.approx(float(expected), abs=1e-6)
+
+    result = lsim.analyze(opened(), lsim.Data({"pixel_values": list(x) if as_list else x}, positions="all"), COSINE)["cosine"]
+
+    assert (result.provenance.sequences, result.provenance.tokens) == (8, 40)
+    assert float(result.values[0, -1]) == pytest.approx(float(expected), abs=1e-6)
 
 
 @pytest.mark.parametrize("size", [1, 4])
 def test_patches_with_padding_are_measured_without_it(size):
-    model, data, seen = siglip2(), padded_patches(), [[], []]
+    model = siglip2()
+    data = padded_patches()
+    stream = [[], []]
     blocks = [module for name, module in model.named_modules() if name.endswith(("layers.0", "layers.1"))]
     handles = [
-        blocks[0].register_forward_pre_hook(lambda _m, args: seen[0].append(args[0][0])),
-        blocks[1].register_forward_hook(lambda _m, _args, output: seen[1].append(output[0])),
+        blocks[0].register_forward_pre_hook(lambda _m, args: stream[0].append(args[0][0])),
+        blocks[1].register_forward_hook(lambda _m, _args, output: stream[1].append(output[0])),
     ]
     with torch.no_grad():
         for row, count in enumerate(SHAPES.prod(1).tolist()):
@@ -78,11 +82,13 @@ def test_patches_with_padding_are_measured_without_it(size):
             model(**cut | {name: cut[name][:, :count] for name in ("pixel_values", "pixel_attention_mask")})
     for handle in handles:
         handle.remove()
-    x, y = (torch.cat(parts).double() for parts in seen)
+    x, y = (torch.cat(parts).double() for parts in stream)
     expected = torch.nn.functional.cosine_similarity(x, y, dim=-1).mean()
-    found = lsim.analyze(model, lsim.Data(data, batch_size=size), COSINE)["cosine"]
-    assert found.provenance.tokens == int(SHAPES.prod(1).sum())
-    assert float(found.values[0, -1]) == pytest.approx(float(expected), abs=1e-6)
+
+    result = lsim.analyze(model, lsim.Data(data, batch_size=size), COSINE)["cosine"]
+
+    assert result.provenance.tokens == int(SHAPES.prod(1).sum())
+    assert float(result.values[0, -1]) == pytest.approx(float(expected), abs=1e-6)
 
 
 def test_a_mask_of_ones_may_be_left_out():

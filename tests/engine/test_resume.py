@@ -23,7 +23,9 @@ class Stopped(KeyboardInterrupt):
 @pytest.mark.parametrize("at", [1, 14, 22])
 def test_an_interrupted_run_goes_on_and_ends_with_the_same_numbers(at, tmp_path, monkeypatch):
     """Three batches of four forward passes twice over: the interrupt falls into the first pass or into the second."""
-    model, data, path = tiny_llama(), list(random_tokens(48, 11)), tmp_path / "run.safetensors"
+    model = tiny_llama()
+    data = list(random_tokens(48, 11))
+    path = tmp_path / "run.safetensors"
     undisturbed = lsim.analyze(model, lsim.Data(data, batch_size=4), cosine_and_cka())
     calls = []
     run = HookedSource.run
@@ -81,24 +83,33 @@ def test_a_killed_process_loses_at_most_the_time_between_saves(tmp_path):
     path = tmp_path / "run.safetensors"
     kill_when(tmp_path / "waits", started(KILLED, str(path), str(tmp_path / "waits")))
     assert path.exists()
-    model, data = tiny_llama(), list(random_tokens(40, 11))
+
+    model = tiny_llama()
+    data = list(random_tokens(40, 11))
     resumed = lsim.analyze(model, lsim.Data(data, batch_size=2), lsim.Cosine(center="none"), checkpoint=path)
     whole = lsim.analyze(model, lsim.Data(data, batch_size=2), lsim.Cosine(center="none"))
+
     assert worst(resumed["cosine"], whole["cosine"]) == 0
 
 
 def test_a_checkpoint_of_other_marked_positions_is_refused(tmp_path):
-    tokens, model, path = random_tokens(4, 8), tiny_llama(), tmp_path / "run"
+    tokens = random_tokens(4, 8)
+    model = tiny_llama()
+    path = tmp_path / "run"
     first, second = (torch.zeros(4, 8, dtype=torch.bool) for _ in range(2))
     first[:, 1:4], second[:, 2:5] = True, True
+
     marked = lambda mask: lsim.Data({"input_ids": tokens, "keep": mask}, positions="keep")  # noqa: E731
     lsim.analyze(model, marked(first), lsim.Cosine(center="none"), checkpoint=path)
+
     with pytest.raises(lsim.LayersimError, match="`data`"):
         lsim.analyze(model, marked(second), lsim.Cosine(center="none"), checkpoint=path)
 
 
 def test_a_checkpoint_of_another_run_or_other_data_is_refused(tmp_path):
-    path, model, data = tmp_path / "run.safetensors", tiny_llama(), list(random_tokens(8, 11))
+    path = tmp_path / "run.safetensors"
+    model = tiny_llama()
+    data = list(random_tokens(8, 11))
     lsim.analyze(model, data, "cka", checkpoint=path)
     with pytest.raises(lsim.LayersimError, match=r"run.safetensors.*minibatch: 256.*minibatch: 8"):
         lsim.analyze(model, data, lsim.CKA(minibatch=8), checkpoint=path)
@@ -109,11 +120,11 @@ def test_a_checkpoint_of_another_run_or_other_data_is_refused(tmp_path):
     partial = tmp_path / "partial.safetensors"
     source = HookedSource(model)
     run = source.run
-    seen = []
+    batches = []
 
     def stop(batch, kernels):
-        seen.append(1)
-        if len(seen) == 6:
+        batches.append(1)
+        if len(batches) == 6:
             raise KeyboardInterrupt
         return run(batch, kernels)
 
@@ -140,11 +151,15 @@ def test_a_full_disk_does_not_end_a_run(tmp_path, monkeypatch):
 
 
 def test_a_finished_checkpoint_answers_for_its_own_data_and_weights_only(tmp_path):
-    model, data, path = tiny_llama(), list(random_tokens(8, 11)), tmp_path / "run"
+    model = tiny_llama()
+    data = list(random_tokens(8, 11))
+    path = tmp_path / "run"
     lsim.analyze(model, lsim.Data(data, batch_size=2), "cka", checkpoint=path)
-    for other in (data[::-1], data[:4], [*data, data[0]]):
+
+    for changed in (data[::-1], data[:4], [*data, data[0]]):
         with pytest.raises(lsim.LayersimError, match=r"`data`.*checkpoint"):
-            lsim.analyze(model, lsim.Data(other, batch_size=2), "cka", checkpoint=path)
+            lsim.analyze(model, lsim.Data(changed, batch_size=2), "cka", checkpoint=path)
+
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight += 0.01
     with pytest.raises(lsim.LayersimError, match="belongs to another run"):

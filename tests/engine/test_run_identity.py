@@ -23,7 +23,8 @@ class Interrupted(KeyboardInterrupt):
 
 def interrupt(call: Call, path, monkeypatch) -> None:
     """Run a call up to its third batch."""
-    batches, check = [], run.DataPass._refuse_not_finite
+    batches = []
+    check = run.DataPass._refuse_not_finite
 
     def counted(data_pass, parts):
         batches.append(1)
@@ -102,24 +103,26 @@ def test_shards_with_another_input_are_refused(name, tmp_path):
 )
 @pytest.mark.parametrize("name", UNCHANGED)
 def test_a_run_with_the_same_inputs_continues(name, tmp_path, monkeypatch):
-    base, same = calls_of(UNCHANGED[name])
+    base, equal = calls_of(UNCHANGED[name])
     interrupt(base, tmp_path / "run", monkeypatch)
     if any(type(analyzer).__name__ == "OwnNorm" for analyzer in base.analyzers):
         pytest.skip("its results are those of another analyzer")
     expected = base.run()
-    found = same.run(checkpoint=tmp_path / "run")
-    assert max(worst(found[key], expected[key]) for key in expected) < 1e-5
-    assert {found[key].provenance.data for key in found} == {expected[key].provenance.data for key in expected}
+    report = equal.run(checkpoint=tmp_path / "run")
+
+    assert max(worst(report[key], expected[key]) for key in expected) < 1e-5
+    assert {report[key].provenance.data for key in report} == {expected[key].provenance.data for key in expected}
 
 
 @pytest.mark.light("the same call", "gradient checkpointing on and off", "adapter that was merged", "GPT-2 loaded again")
 @pytest.mark.parametrize("name", UNCHANGED)
 def test_shards_with_the_same_inputs_are_merged(name, tmp_path):
-    base, same = calls_of(UNCHANGED[name])
-    for number, call in enumerate((base, same)):
+    base, equal = calls_of(UNCHANGED[name])
+    for number, call in enumerate((base, equal)):
         call.run(shard=(number, 2), save_to=tmp_path / f"{number}.safetensors")
     if any(type(analyzer).__name__ == "OwnNorm" for analyzer in base.analyzers):
         pytest.skip("its results are those of another analyzer")
-    found = lsim.merge(tmp_path, analyzers=base.analyzers)
+    merged = lsim.merge(tmp_path, analyzers=base.analyzers)
     expected = base.run()
-    assert max(worst(found[key], expected[key]) for key in expected) < 1e-5
+
+    assert max(worst(merged[key], expected[key]) for key in expected) < 1e-5

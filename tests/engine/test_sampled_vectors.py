@@ -40,6 +40,7 @@ def test_samples_are_the_activations_at_their_rows_and_positions(llama, masked, 
         assert place >= 2
         for site, states in zip(SITES, expected, strict=True):
             np.testing.assert_allclose(sampled[site][number], states[place], atol=1e-5)
+
     # No position is drawn twice, and all are in the order of the data.
     places = sampled.rows * 20 + sampled.positions
     assert (np.diff(places) > 0).all()
@@ -52,7 +53,9 @@ def test_all_positions_are_samples_if_there_are_few(llama, masked):
 
 
 def test_every_position_has_the_same_probability():
-    total, most, seeds = 50, 10, 1500
+    total = 50
+    most = 10
+    seeds = 1500
     counts = torch.zeros(total)
     pairs = 0
     for seed in range(seeds):
@@ -62,9 +65,11 @@ def test_every_position_has_the_same_probability():
         pairs += int({3, 4} <= set(chosen.tolist()))
     share = most / total
     deviations = (counts - seeds * share) / (seeds * share * (1 - share)) ** 0.5
+
     # Of 50 normal deviations the largest is below 4 in 99.7 %.
     assert deviations.abs().max() < 4
     assert 0.8 < float(deviations.square().mean()) < 1.25 * (1 + 3 * (2 / total) ** 0.5)
+
     share_of_pairs = most * (most - 1) / (total * (total - 1))
     assert abs(pairs - seeds * share_of_pairs) < 4 * (seeds * share_of_pairs) ** 0.5
 
@@ -80,6 +85,7 @@ def test_a_file_holds_the_same_samples_and_is_a_source(llama, masked, tmp_path):
     in_memory = lsim.vectors(llama, masked, max_samples=60)
     in_file = lsim.vectors(llama, masked, max_samples=60, path=path)
     stored = load_file(path)
+
     for site in SITES:
         assert isinstance(in_file[site], np.memmap)
         np.testing.assert_array_equal(in_file[site], in_memory[site])
@@ -87,28 +93,31 @@ def test_a_file_holds_the_same_samples_and_is_a_source(llama, masked, tmp_path):
     for name in ("rows", "positions", "texts"):
         np.testing.assert_array_equal(stored[f"tl_layersim.{name}"], getattr(in_memory, name))
         np.testing.assert_array_equal(getattr(in_file, name), getattr(in_memory, name))
-    found = [
+
+    trajectories = [
         lsim.analyze(lsim.from_vectors(vectors), analyzers=lsim.Trajectory())["trajectory"]
         for vectors in (in_memory, in_file, path)
     ]
-    for trajectory in found:
+
+    for trajectory in trajectories:
         assert trajectory.layers == SITES
         assert trajectory.provenance.texts == 6
-        np.testing.assert_array_equal(trajectory.values, found[0].values)
+        np.testing.assert_array_equal(trajectory.values, trajectories[0].values)
 
 
 def test_the_same_samples_give_the_same_cka(llama, masked):
     expected = lsim.analyze(llama, masked, lsim.CKA(estimator="exact"))["cka"]
     vectors = lsim.from_vectors(lsim.vectors(llama, masked))
-    found = lsim.analyze(vectors, analyzers=lsim.CKA(estimator="exact"))["cka"]
-    np.testing.assert_allclose(found.values, expected.values, atol=1e-9)
-    assert found.provenance.texts == expected.provenance.texts == 6
+    result = lsim.analyze(vectors, analyzers=lsim.CKA(estimator="exact"))["cka"]
+    np.testing.assert_allclose(result.values, expected.values, atol=1e-9)
+    assert result.provenance.texts == expected.provenance.texts == 6
 
 
 def test_packed_rows_are_texts_of_their_own(demo):
     data = lsim.Data(lsim.demo_text()[:6], pack=True, seq_len=32)
     sampled = lsim.vectors(demo, data, at=[0], max_samples=10_000)
     assert (sampled.rows == -1).all()
+
     lengths = np.unique(sampled.texts, return_counts=True)[1]
     # The last row may be shorter.
     assert sorted(lengths)[1:] == [32] * (len(lengths) - 1)

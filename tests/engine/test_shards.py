@@ -27,18 +27,20 @@ def contents(path):
 
     def without_seconds(value):
         if isinstance(value, dict):
-            return {key: without_seconds(own) for key, own in value.items() if key != "seconds"}
-        return [without_seconds(own) for own in value] if isinstance(value, list) else value
+            return {key: without_seconds(entry) for key, entry in value.items() if key != "seconds"}
+        return [without_seconds(entry) for entry in value] if isinstance(value, list) else value
 
-    return without_seconds(header), {name: (one.dtype, one.shape, one.numpy().tobytes()) for name, one in tensors.items()}
+    bytes_of_tensors = {name: (tensor.dtype, tensor.shape, tensor.numpy().tobytes()) for name, tensor in tensors.items()}
+    return without_seconds(header), bytes_of_tensors
 
 
 def assert_same(merged, alone, folder):
     """Equal to the last bit, replicates and provenance included."""
-    one, other = (contents(report.save(folder / f"{name}.report")) for name, report in (("a", merged), ("b", alone)))
-    assert one[0] == other[0]
-    assert one[1].keys() == other[1].keys()
-    assert [name for name in one[1] if one[1][name] != other[1][name]] == []
+    header, tensors = contents(merged.save(folder / "a.report"))
+    expected_header, expected_tensors = contents(alone.save(folder / "b.report"))
+    assert header == expected_header
+    assert tensors.keys() == expected_tensors.keys()
+    assert [name for name in tensors if tensors[name] != expected_tensors[name]] == []
     for name, result in alone.items():
         assert merged[name].provenance.seconds > 0
         assert merged[name].has_intervals == result.has_intervals
@@ -58,12 +60,13 @@ def measured(folder, of, *arguments, first=None, **options):
 @pytest.mark.heavy("killed processes")
 def test_eight_shards_of_which_three_are_killed_equal_one_process(tmp_path):
     finish(started("import sys\nfrom tests.engine.shard_workers import main\nmain(sys.argv[1])", str(tmp_path)))
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found["failed"] == 0
-    assert [one["signal"] for one in found["killed"]] == [9] * 3
-    assert not any(one["done"] for one in found["killed"])
+    outcome = json.loads((tmp_path / "found.json").read_text())
+    assert outcome["failed"] == 0
+    assert [process["signal"] for process in outcome["killed"]] == [9] * 3
+    assert not any(process["done"] for process in outcome["killed"])
     # Some had sums of a part of their batches.
-    assert len([one for one in found["killed"] if one["held"] > 0]) >= 1
+    assert len([process for process in outcome["killed"] if process["held"] > 0]) >= 1
+
     alone, merged = (contents(tmp_path / f"{name}.safetensors") for name in ("alone", "merged"))
     assert merged[0] == alone[0]
     assert merged[1] == alone[1]
@@ -82,29 +85,37 @@ ALL = {
 @pytest.mark.light("some batches without a counted position")
 @pytest.mark.parametrize(("of", "options"), ALL.values(), ids=ALL)
 def test_any_number_of_shards_equals_one_process(of, options, tmp_path):
-    model, data = tiny_llama(), list(random_tokens(21 if "positions" in options else 150, 4))
+    model = tiny_llama()
+    data = list(random_tokens(21 if "positions" in options else 150, 4))
     if "pack" in options:
-        model, data = lsim.demo_model(), lsim.demo_text()[:30]
+        model = lsim.demo_model()
+        data = lsim.demo_text()[:30]
     # Batches hold whole pools of 16 rows; some of fewer rows have no counted position.
     pooled = [] if "positions" in options else [lsim.CKA(minibatch=8, permutations=19)]
     analyzers = [lsim.Cosine(center="none"), *pooled, lsim.LogitLens(), lsim.Trajectory(final_norm=True)]
     options = {"batch_size": 2, **options}
     alone = called(lsim.analyze, model, data, analyzers, **options)
     parts = measured(tmp_path / "parts", of, model, data, analyzers, **options)
+
     assert_same(lsim.merge(parts), alone, tmp_path)
 
 
 @pytest.mark.heavy("many runs")
 def test_two_passes_in_calls_of_their_own_equal_one_call(tmp_path):
-    model, data, analyzers = tiny_llama(), list(random_tokens(22, 5)), [lsim.Cosine(), lsim.CKA(minibatch=8)]
+    model = tiny_llama()
+    data = list(random_tokens(22, 5))
+    analyzers = [lsim.Cosine(), lsim.CKA(minibatch=8)]
     options = {"batch_size": 2, "intervals": True}
     alone = called(lsim.analyze, model, data, analyzers, **options)
     first = measured(tmp_path / "first", 3, model, data, analyzers, **options)
+
     with pytest.raises(lsim.LayersimError, match=r"first/0\.safetensors"):
         lsim.merge(first)
+
     # The passes may have different numbers of shards.
     parts = measured(tmp_path / "parts", 4, model, data, analyzers, first=first, **options)
     assert_same(lsim.merge(str(parts / "*.safetensors")), alone, tmp_path)
+
     again = {"shard": (0, 4), "save_to": tmp_path / "other", **options}
     with pytest.raises(lsim.LayersimError, match=r"2 of 3 .*1, 2.*shard=\(1, 3\).*`first`"):
         called(lsim.analyze, model, data, analyzers, first=first / "0.safetensors", **again)
@@ -122,18 +133,25 @@ def test_two_passes_in_calls_of_their_own_equal_one_call(tmp_path):
 
 
 def test_a_first_pass_without_a_model_needs_no_call_of_its_own(tmp_path):
-    model, data = tiny_llama(), list(random_tokens(12, 6))
+    model = tiny_llama()
+    data = list(random_tokens(12, 6))
     analyzers = [lsim.NeuralCollapse(classes=4), lsim.CKA(minibatch=8)]
     alone = lsim.analyze(model, lsim.Data(data, batch_size=2), analyzers)
     parts = measured(tmp_path / "parts", 3, model, data, analyzers, batch_size=2)
+
     assert_same(lsim.merge(parts), alone, tmp_path)
 
 
 def test_a_shard_is_its_own_checkpoint(tmp_path, monkeypatch, capsys):
-    model, data, path = tiny_llama(), list(random_tokens(16, 5)), tmp_path / "part"
+    model = tiny_llama()
+    data = list(random_tokens(16, 5))
+    path = tmp_path / "part"
     call = {"batch_size": 1, "shard": (1, 2), "save_to": path}
-    calls, counted, stopped = [], [], []
-    run, count = HookedSource.run, run_description.count_data
+    calls = []
+    counted = []
+    stopped = []
+    run = HookedSource.run
+    count = run_description.count_data
 
     def interrupted(self, batch, kernels):
         calls.append(1)
@@ -150,11 +168,11 @@ def test_a_shard_is_its_own_checkpoint(tmp_path, monkeypatch, capsys):
     assert caught.value.__notes__[0].startswith("The sums of 15 tokens are in ")
     assert "the same call continues from there" in caught.value.__notes__[0]
     assert (len(calls), len(counted)) == (4, 1)
-    other = lsim.analyze(
+    second_shard = lsim.analyze(
         model, lsim.Data(data, batch_size=1), lsim.Cosine(center="none"), shard=(0, 2), save_to=tmp_path / "other"
     )
     with pytest.raises(lsim.LayersimError, match=r"part.*\b1\b.*shard=\(1, 2\)"):
-        lsim.merge([path, other])
+        lsim.merge([path, second_shard])
     calls.clear()
     assert called(lsim.analyze, model, data, lsim.Cosine(center="none"), **call) == path
     # Three batches of eight were in the file; data was counted for the other shard only.
@@ -164,13 +182,15 @@ def test_a_shard_is_its_own_checkpoint(tmp_path, monkeypatch, capsys):
     # Counted once more, to know that the data is that of the file.
     assert (len(calls), len(counted)) == (5, 3)
     assert "is complete" in capsys.readouterr().err
-    for others in (data[::-1], data[:8]):
+    for changed in (data[::-1], data[:8]):
         with pytest.raises(lsim.LayersimError, match=r"`save_to`.*part.*\b80\b.*\b16\b"):
-            called(lsim.analyze, model, others, lsim.Cosine(center="none"), **call)
+            called(lsim.analyze, model, changed, lsim.Cosine(center="none"), **call)
     with pytest.raises(lsim.LayersimError, match=r"part.*shard: 1.*shard: 0"):
         called(lsim.analyze, model, data, lsim.Cosine(center="none"), **call | {"shard": (0, 2)})
     assert_same(
-        lsim.merge([path, other]), lsim.analyze(model, lsim.Data(data, batch_size=1), lsim.Cosine(center="none")), tmp_path
+        lsim.merge([path, second_shard]),
+        lsim.analyze(model, lsim.Data(data, batch_size=1), lsim.Cosine(center="none")),
+        tmp_path,
     )
 
 
@@ -214,6 +234,7 @@ def test_ranks_and_data_for_one_reading_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("tl_layersim.data.data.MOST_KEPT", 0)
     with pytest.raises(lsim.LayersimError, match="`data`"):
         called(lsim.analyze, tiny_llama(), iter(random_tokens(4, 5)), "cka", **call)
+
     monkeypatch.setattr("tl_layersim.engine.run_arguments.rank_and_size", lambda: (0, 2))
     with pytest.raises(lsim.LayersimError, match=r"`shard`.*\(0, 2\).* 2 "):
         called(lsim.analyze, tiny_llama(), random_tokens(4, 5), "cka", **call)
@@ -226,15 +247,18 @@ def test_a_file_does_not_decide_how_much_memory_merge_takes(shard, tmp_path):
     header["identity"]["shard"] = list(shard)
     file_format.write(path, "shard", header, tensors)
     tracemalloc.start()
+
     with pytest.raises(lsim.LayersimError) as caught:
         lsim.merge(path)
     assert tracemalloc.get_traced_memory()[1] < 2**24
+
     tracemalloc.stop()
     assert str(shard[1]) in str(caught.value)
 
 
 def test_shards_that_do_not_belong_together_are_refused_by_name(tmp_path, monkeypatch):
-    model, data = tiny_llama(), list(random_tokens(9, 5))
+    model = tiny_llama()
+    data = list(random_tokens(9, 5))
     parts = measured(tmp_path / "parts", 3, model, data, "cka", batch_size=1)
     files = sorted(parts.iterdir())
     with pytest.raises(lsim.LayersimError, match=r"1 of 3 .*\b1\b.*shard=\(1, 3\)"):
@@ -278,9 +302,11 @@ def test_a_damaged_file_is_named(tmp_path):
 
 
 def test_analyzers_that_hold_tensors_are_given_again(tmp_path):
-    model, data = tiny_llama(), list(random_tokens(8, 6))
+    model = tiny_llama()
+    data = list(random_tokens(8, 6))
     probe = lsim.NeuralCollapse(classes=4)
     parts = measured(tmp_path / "parts", 2, model, data, [probe], batch_size=2)
+
     with pytest.raises(lsim.LayersimError, match="`analyzers`"):
         lsim.merge(parts, analyzers=[lsim.NeuralCollapse(classes=5)])
     assert_same(lsim.merge(parts, analyzers=[probe]), lsim.analyze(model, lsim.Data(data, batch_size=2), [probe]), tmp_path)
@@ -289,8 +315,12 @@ def test_analyzers_that_hold_tensors_are_given_again(tmp_path):
 @pytest.mark.parametrize("kind", ["deit with teacher"])
 def test_shards_of_a_classifier_equal_one_process(kind, tmp_path):
     case = CASES[kind]
-    model, data = lsim.open_model(case.build(), **case.options), lsim.Data(case.data(), batch_size=2)
+    model = lsim.open_model(case.build(), **case.options)
+    data = lsim.Data(case.data(), batch_size=2)
     for number in range(2):
         lsim.analyze(model, data, lsim.Saturation(), shard=(number, 2), save_to=tmp_path / f"{number}.safetensors")
-    merged, alone = lsim.merge(tmp_path)["saturation"], lsim.analyze(model, data, lsim.Saturation())["saturation"]
+
+    merged = lsim.merge(tmp_path)["saturation"]
+    alone = lsim.analyze(model, data, lsim.Saturation())["saturation"]
+
     assert torch.equal(merged.counts, alone.counts)

@@ -28,7 +28,8 @@ def test_padding_does_not_matter(asked):
     rows = [random_tokens(1, n, seed=n)[0] for n in (14, 6, 9, 12)]
     plain = called(lsim.analyze, tiny_llama(), rows, every(), **asked)
     for side in ("left", "right"):
-        tokens, mask = random_tokens(4, 17, seed=8), torch.zeros(4, 17, dtype=torch.int64)
+        tokens = random_tokens(4, 17, seed=8)
+        mask = torch.zeros(4, 17, dtype=torch.int64)
         for i, row in enumerate(rows):
             span = slice(17 - len(row), 17) if side == "left" else slice(0, len(row))
             tokens[i, span], mask[i, span] = row, 1
@@ -46,9 +47,12 @@ class Stopped(KeyboardInterrupt):
 @pytest.mark.parametrize("at", [1, 5])
 def test_an_interrupted_run_goes_on_and_ends_with_the_same_numbers(asked, at, tmp_path, monkeypatch):
     """Four batches twice over, and a check of the first row before each pass that begins at its first batch."""
-    model, data, path = tiny_llama(), list(random_tokens(8, 11)), tmp_path / "run.safetensors"
+    model = tiny_llama()
+    data = list(random_tokens(8, 11))
+    path = tmp_path / "run.safetensors"
     undisturbed = called(lsim.analyze, model, data, every(), batch_size=2, **asked)
-    calls, run = [], HookedSource.run
+    calls = []
+    run = HookedSource.run
 
     def interrupted(self, batch, kernels):
         calls.append(len(batch.tokens))
@@ -80,10 +84,13 @@ def test_results_of_heads_survive_save_and_load(tmp_path):
 
 
 def test_some_blocks_named_with_layers():
-    model, tokens = tiny_llama(), random_tokens()
+    model = tiny_llama()
+    tokens = random_tokens()
     blocks = ["model.layers.0", "model.layers.2"]
+
     whole = lsim.analyze(model, tokens, lsim.CKA(), at="attn_out")["cka"]
     some = lsim.analyze(lsim.open_model(model, layers=blocks), tokens, lsim.CKA(), at="attn_out")["cka"]
+
     assert some.layers == ("blocks.0.hook_attn_out", "blocks.2.hook_attn_out")
     torch.testing.assert_close(some.values, whole.values[::2, ::2])
     with pytest.raises(lsim.LayersimError, match=r"`at` is 'attn_out'.*resid_post"):
@@ -93,8 +100,10 @@ def test_some_blocks_named_with_layers():
 
 
 def test_a_stitched_model_is_read_at_its_residual_stream_alone():
-    model, tokens = tiny_llama(), random_tokens(8)
+    model = tiny_llama()
+    tokens = random_tokens(8)
     stitched = lsim.stitch(model, model, tokens, at=(0, 0), adapter="identity").model
+
     with pytest.raises(lsim.LayersimError, match=r"`at` is 'attn_out'.*stitched"):
         lsim.analyze(stitched, tokens, lsim.CKA(), at="attn_out")
     assert lsim.analyze(stitched, tokens, lsim.CKA(), at="resid_post")["cka"].values.isfinite().all()
@@ -135,12 +144,15 @@ def test_a_module_that_does_not_run_once_is_refused(path, beside, source):
 @pytest.mark.parametrize("path", NOT_ONCE)
 @pytest.mark.parametrize("beside", [[], ["parts.1"]], ids=str)
 def test_a_probe_refuses_it_in_its_results(path, beside):
-    model, tokens = Shared(), random_tokens()
+    model = Shared()
+    tokens = random_tokens()
     expected = model(tokens)
     with lsim.attach(lsim.open_model(model, layers=BLOCKS), lsim.CKA(), at=[path, *beside]) as probe:
         assert torch.equal(model(tokens), expected)
+
     with pytest.raises(lsim.LayersimError, match=rf"`at`.*\b{path}\b"):
         probe.results()
+
     with lsim.attach(lsim.open_model(model, layers=BLOCKS), lsim.CKA(), at=["parts.0", "head"]) as probe:
         model(tokens)
         model(tokens)
@@ -153,7 +165,8 @@ def test_a_probe_refuses_it_in_its_results(path, beside):
 @each_model
 @each_place
 def test_a_probe_sums_what_analyze_sums_and_changes_nothing(make, asked):
-    model, tokens = make(), random_tokens(4, 9)
+    model = make()
+    tokens = random_tokens(4, 9)
 
     def step():
         model.zero_grad()
@@ -186,15 +199,19 @@ def test_a_probe_sums_what_analyze_sums_and_changes_nothing(make, asked):
 @each_place
 @pytest.mark.parametrize("make", list(MODELS.values())[:2], ids=list(MODELS)[:2])
 def test_a_probe_counts_once_with_gradient_checkpointing(make, asked):
-    model, tokens = make().train(), random_tokens(4, 9)
+    model = make().train()
+    tokens = random_tokens(4, 9)
     getattr(model, "original_model", model).gradient_checkpointing_enable()
+
     with called(lsim.attach, model, analyzers(), **asked) as probe:
         logits(model, tokens).square().mean().backward()
+
     assert probe.results()["cka"].provenance.tokens == 36
 
 
 def test_a_probe_of_a_pass_that_fails_goes_on_with_the_next():
-    model, tokens = tiny_llama(), random_tokens()
+    model = tiny_llama()
+    tokens = random_tokens()
 
     def fail(*_):
         raise RuntimeError("mine")
@@ -206,11 +223,11 @@ def test_a_probe_of_a_pass_that_fails_goes_on_with_the_next():
         handle.remove()
         model(tokens)
         lsim.analyze(model, tokens, lsim.CKA(), at="attn_out")
-    found = probe.results()["cka"]
+    result = probe.results()["cka"]
     # The run that ended before the final norm is no whole pass either.
-    assert found.provenance.tokens == tokens.numel()
+    assert result.provenance.tokens == tokens.numel()
     expected = lsim.analyze(model, tokens, lsim.CKA(), at=["attn_out", "ln_final"])["cka"]
-    assert worst(found, expected) < 1e-6
+    assert worst(result, expected) < 1e-6
 
 
 def test_a_probe_refuses_cosines_of_sites_of_different_widths():
@@ -219,6 +236,7 @@ def test_a_probe_refuses_cosines_of_sites_of_different_widths():
         model(random_tokens())
     with pytest.raises(lsim.LayersimError, match=r"Cosine needs sites of equal width"):
         probe.results()
+
     with lsim.attach(model, lsim.CKA(), at=["attn_out", "mlp_post"]) as probe, torch.no_grad():
         model(random_tokens())
     expected = lsim.analyze(model, random_tokens(), lsim.CKA(), at=["attn_out", "mlp_post"])["cka"]

@@ -41,13 +41,15 @@ def warned(report: lsim.Report) -> dict[str, str]:
 
 @pytest.mark.parametrize("by", [1, 3, 24])
 def test_massive_first_tokens_are_named_once_with_how_many_to_leave_out(by):
-    with pytest.warns(lsim.LayersimWarning) as given:
+    with pytest.warns(lsim.LayersimWarning) as warnings:
         report = lsim.analyze(with_large(first=300.0), lsim.Data(rows(), batch_size=by), MEASURES)
-    assert sum("few tokens" in str(one.message) and "skip_first=1" in str(one.message) for one in given) == 1
+    assert sum("few tokens" in str(warning.message) and "skip_first=1" in str(warning.message) for warning in warnings) == 1
+
     said = warned(report)
     assert all("skip_first=1" in said[name] for name in ("cka", "effective_rank", "procrustes"))
     # Cosine gives each token the same weight, once the mean is subtracted.
     assert "mean that Cosine subtracts" in said["cosine"]
+
     again = lsim.analyze(with_large(first=300.0), lsim.Data(rows(), skip_first=1), MEASURES)
     assert not any("tokens decide" in text for text in warned(again).values())
 
@@ -63,6 +65,7 @@ def test_cosine_warns_where_first_tokens_move_its_mean(first, by):
     right = lsim.analyze(model, rows(100), lsim.Cosine(center=mean))["cosine"]
     moved = (whole.values - right.values).abs().max()
     said = " ".join(whole.provenance.warnings)
+
     assert ("mean that Cosine subtracts" in said) == ("skip_first=1" in said) == (first >= 20)
     assert (float(moved) > 0.1) == (first >= 20)
     assert "mean that" not in " ".join(right.provenance.warnings)
@@ -71,14 +74,16 @@ def test_cosine_warns_where_first_tokens_move_its_mean(first, by):
 @pytest.mark.parametrize("place", [0, 1])
 def test_the_warning_names_the_largest_activations_and_their_position(place):
     """At the embedding, where the length of each token is known."""
-    model, tokens = with_large(first=50.0), rows(60).roll(place, dims=1)
-    found = lsim.analyze(model, lsim.Data(tokens), lsim.Cosine())["cosine"]
-    [said] = [text for text in found.provenance.warnings if "mean that Cosine subtracts" in text]
+    model = with_large(first=50.0)
+    tokens = rows(60).roll(place, dims=1)
+    result = lsim.analyze(model, lsim.Data(tokens), lsim.Cosine())["cosine"]
+    [said] = [text for text in result.provenance.warnings if "mean that Cosine subtracts" in text]
     x = model.model.embed_tokens.weight[tokens].detach().double()
     length = (x - x.mean((0, 1))).square().sum(-1)
     shift = (x - x.mean((0, 1)))[:, : place + 1].sum((0, 1)).norm() / x[:, place + 1 :, 0].numel()
-    others = (length[:, place + 1 :].mean() - shift**2).sqrt()
-    ratio = float(length[:, place].mean().sqrt() / others)
+    later = (length[:, place + 1 :].mean() - shift**2).sqrt()
+    ratio = float(length[:, place].mean().sqrt() / later)
+
     assert f"embedding, those at position {place} of a row are {ratio:.3g} times" in said
     assert f"skip_first={place + 1} " in said
 
@@ -102,21 +107,23 @@ def test_the_model_with_large_tokens_is_found_in_a_comparison_and_in_a_grid():
     models = {"a": with_large(), "b": with_large(first=300.0, seed=1)}
     pair = lsim.compare(models["a"], models["b"], rows(), lsim.CKA(minibatch=64))
     grid = lsim.compare_grid(models, rows(), lsim.CKA(minibatch=64))
-    for found in (pair, grid):
-        assert "skip_first=1" in " ".join(found.provenance.warnings)
+    for result in (pair, grid):
+        assert "skip_first=1" in " ".join(result.provenance.warnings)
 
 
 def test_the_sums_are_those_of_the_formulas():
     generator = np.random.default_rng(0)
     x = generator.normal(size=(2, 36, 5)) * generator.lognormal(size=(2, 36, 1))
-    found = activation_sizes(view(x, rows=3))
+    sums = activation_sizes(view(x, rows=3))
     norm = (x**2).sum(-1).reshape(2, 3, 12)
+
     for power in (1, 2):
         by_place = np.concatenate([(norm**power)[..., :4].sum(1), (norm**power)[..., 4:].sum((1, 2))[:, None]], 1)
-        np.testing.assert_allclose(found[f"0 norm^{2 * power}"], by_place)
-    np.testing.assert_array_equal(found["0 tokens"], [3, 3, 3, 3, 24])
+        np.testing.assert_allclose(sums[f"0 norm^{2 * power}"], by_place)
+    np.testing.assert_array_equal(sums["0 tokens"], [3, 3, 3, 3, 24])
+
     share = (x**2 / (x**2).sum(-1, keepdims=True)).reshape(2, 3, 12, 5).mean(2)
     variance = x.reshape(2, 3, 12, 5)[:, :, 4:].var(2)
-    for name, each in (("power", share), ("variance", variance)):
-        np.testing.assert_allclose(found[f"0 all {name}"], each.sum((1, 2)))
-        np.testing.assert_allclose(found[f"0 largest {name}"], each.max(2).sum(1))
+    for name, shares in (("power", share), ("variance", variance)):
+        np.testing.assert_allclose(sums[f"0 all {name}"], shares.sum((1, 2)))
+        np.testing.assert_allclose(sums[f"0 largest {name}"], shares.max(2).sum(1))

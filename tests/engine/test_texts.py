@@ -15,7 +15,8 @@ from .. import oracles
 from ..models.tiny_models import hidden_states, random_tokens, tiny_llama, tiny_tokenizer
 
 few_texts = pytest.mark.filterwarnings("ignore:LinearPredictivity is evaluated on")
-ROWS, LENGTH = 24, 5
+ROWS = 24
+LENGTH = 5
 # Rows of seven texts, of unequal numbers of rows, which are not together in the data.
 GROUPS = [0, 1, 0, 2, 3, 3, 4, 0, 5, 6, 2, 6, 1, 4, 5, 5, 5, 0, 6, 1, 2, 3, 4, 4]
 
@@ -27,10 +28,10 @@ def model():
 
 @pytest.fixture(scope="module")
 def tokens():
-    found = random_tokens(ROWS, LENGTH)
+    rows = random_tokens(ROWS, LENGTH)
     # Equal first tokens have equal states at all layers.
-    found[:, 0] = torch.arange(3, 3 + ROWS)
-    return found
+    rows[:, 0] = torch.arange(3, 3 + ROWS)
+    return rows
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +68,10 @@ def by_formula(states):
 @pytest.mark.parametrize("name", BY_FORMULA)
 def test_pairs_of_one_text_are_left_out_as_the_formula_says(name, batch_size, model, tokens, by_formula):
     make, _oracle = BY_FORMULA[name]
-    found = measured(model, lsim.Data(tokens, groups=GROUPS, batch_size=batch_size), make())
-    np.testing.assert_allclose(found.values[1:, 1:], by_formula(name), atol=2e-5)
-    assert (found.provenance.texts, found.provenance.sequences) == (7, ROWS)
-    assert found.texts == 7
+    result = measured(model, lsim.Data(tokens, groups=GROUPS, batch_size=batch_size), make())
+    np.testing.assert_allclose(result.values[1:, 1:], by_formula(name), atol=2e-5)
+    assert (result.provenance.texts, result.provenance.sequences) == (7, ROWS)
+    assert result.texts == 7
 
 
 GIVEN = {
@@ -88,10 +89,10 @@ GIVEN = {
 @pytest.mark.parametrize("given", GIVEN)
 def test_groups_may_be_a_column_or_a_sequence_of_any_values(given, model, tokens):
     expected = measured(model, lsim.Data(tokens, groups=GROUPS), lsim.CKA(permutations=19), intervals=True)
-    found = measured(model, GIVEN[given](tokens), lsim.CKA(permutations=19), intervals=True)
-    assert torch.equal(found.values, expected.values)
-    assert torch.equal(found.p_values, expected.p_values)
-    assert found.provenance.data == expected.provenance.data
+    result = measured(model, GIVEN[given](tokens), lsim.CKA(permutations=19), intervals=True)
+    assert torch.equal(result.values, expected.values)
+    assert torch.equal(result.p_values, expected.p_values)
+    assert result.provenance.data == expected.provenance.data
 
 
 def test_a_list_of_groups_that_was_changed_is_read_again(model, tokens):
@@ -131,8 +132,8 @@ def test_a_column_with_a_value_for_each_position_is_no_column_of_groups(column, 
 
 def test_a_class_of_each_row_may_be_its_group(model, tokens):
     columns = {"input_ids": tokens, "label": torch.tensor(GROUPS)}
-    found = measured(model, lsim.Data(columns, groups="label"), lsim.Cosine())
-    assert found.provenance.texts == 7
+    result = measured(model, lsim.Data(columns, groups="label"), lsim.Cosine())
+    assert result.provenance.texts == 7
 
 
 def test_fewer_than_four_texts_are_refused_by_name(model, tokens):
@@ -167,35 +168,37 @@ ANALYZERS = [
 @pytest.mark.parametrize("make", ANALYZERS)
 def test_one_group_for_each_row_changes_no_bit(make, model, tokens):
     plain = measured(model, lsim.Data(tokens, batch_size=4), make(), intervals=True)
-    found = measured(model, lsim.Data(tokens, batch_size=4, groups=range(ROWS)), make(), intervals=True)
+    result = measured(model, lsim.Data(tokens, batch_size=4, groups=range(ROWS)), make(), intervals=True)
     for name in plain.tensor_fields():
-        torch.testing.assert_close(getattr(found, name), getattr(plain, name), rtol=0, atol=0, equal_nan=True)
-    assert found.provenance.data == plain.provenance.data
-    assert len(found.replicates) == len(plain.replicates)
+        torch.testing.assert_close(getattr(result, name), getattr(plain, name), rtol=0, atol=0, equal_nan=True)
+    assert result.provenance.data == plain.provenance.data
+    assert len(result.replicates) == len(plain.replicates)
 
 
 @pytest.mark.light("lsim CKA0", "lsim MutualKNN", "lsim Cosine", "lsim ExitCurve")
 @few_texts
 @pytest.mark.parametrize("make", ANALYZERS)
 def test_the_batch_size_changes_nothing_where_texts_have_several_rows(make, model, tokens):
-    first, *others = (
+    first, *other_sizes = (
         measured(model, lsim.Data(tokens, batch_size=size, groups=GROUPS), make(), intervals=True) for size in (1, 4, 16)
     )
-    for other in others:
+    for result in other_sizes:
         for name in first.tensor_fields():
-            torch.testing.assert_close(getattr(other, name), getattr(first, name), rtol=1e-5, atol=1e-5, equal_nan=True)
-        assert other.provenance.data == first.provenance.data
+            torch.testing.assert_close(getattr(result, name), getattr(first, name), rtol=1e-5, atol=1e-5, equal_nan=True)
+        assert result.provenance.data == first.provenance.data
 
 
 @few_texts
 def test_no_block_and_no_half_ends_inside_a_text(model, tokens):
-    found = measured(model, lsim.Data(tokens, groups=GROUPS), lsim.Cosine(), intervals=True)
+    result = measured(model, lsim.Data(tokens, groups=GROUPS), lsim.Cosine(), intervals=True)
     # One block for each text, in the order of its first row.
-    assert found.block_tokens == tuple(LENGTH * GROUPS.count(group) for group in dict.fromkeys(GROUPS))
+    assert result.block_tokens == tuple(LENGTH * GROUPS.count(group) for group in dict.fromkeys(GROUPS))
+
     curve = measured(model, lsim.Data(tokens, groups=GROUPS), lsim.ExitCurve())
     half = int(curve.part_exits[0, 0].sum())
     counts = [LENGTH * GROUPS.count(group) for group in set(GROUPS)]
     assert half in {sum(some) for size in range(len(counts) + 1) for some in itertools.combinations(counts, size)}
+
     probe = measured(model, lsim.Data(tokens, groups=GROUPS), lsim.LinearPredictivity(test_fraction=0.5))
     assert probe.held_out_samples in {sum(some) for size in range(8) for some in itertools.combinations(counts, size)}
 
@@ -204,16 +207,18 @@ def test_rows_that_the_package_cuts_are_one_text(model):
     """Texts of 20 tokens in rows of 5 give what their rows give with the text as their group."""
     texts = random_tokens(8, 20, seed=3)
     cut = measured(model, lsim.Data(texts, seq_len=5), lsim.CKA(permutations=19), intervals=True)
-    given = measured(
+    grouped = measured(
         model,
         lsim.Data(texts.reshape(32, 5), groups=[row // 4 for row in range(32)]),
         lsim.CKA(permutations=19),
         intervals=True,
     )
+
     assert cut.provenance.texts == 8
     for name in cut.tensor_fields():
-        torch.testing.assert_close(getattr(cut, name), getattr(given, name), rtol=0, atol=0, equal_nan=True)
-    assert cut.provenance.data == given.provenance.data
+        torch.testing.assert_close(getattr(cut, name), getattr(grouped, name), rtol=0, atol=0, equal_nan=True)
+    assert cut.provenance.data == grouped.provenance.data
+
     alone = measured(model, lsim.Data(texts.reshape(32, 5)), lsim.CKA())
     assert (alone.provenance.texts, alone.provenance.data) == (32, cut.provenance.data)
 
@@ -230,7 +235,9 @@ def test_shards_hold_whole_texts_and_join_to_the_same_bits(model, tokens, tmp_pa
             shard=(number, 3),
             save_to=tmp_path / f"{number}.safetensors",
         )
+
     merged = lsim.merge(tmp_path)["cosine"]
+
     assert torch.equal(merged.values, whole.values)
     assert merged.provenance.texts == whole.provenance.texts == 12
     np.testing.assert_allclose(merged.interval("values").low, whole.interval("values").low, equal_nan=True)
@@ -241,12 +248,14 @@ def test_rows_of_one_long_text_are_compared_with_rows_further_away(pack, model):
     """A single text has no second one: its rows stand for texts, and neighbours are in different minibatches."""
     tokenizer = tiny_tokenizer()
     text = " ".join(tokenizer.convert_ids_to_tokens(random_tokens(1, 160, seed=1)[0].tolist()))
+
     data = lsim.Data([text], tokenizer=tokenizer, seq_len=5, pack=pack)
     with pytest.warns(lsim.LayersimWarning, match=r"parts of one text"):
-        found = measured(model, data, lsim.CKA(minibatch=64), intervals=True)
-    assert found.provenance.options["rows_as_texts"] == found.provenance.sequences == found.provenance.texts
+        result = measured(model, data, lsim.CKA(minibatch=64), intervals=True)
+
+    assert result.provenance.options["rows_as_texts"] == result.provenance.sequences == result.provenance.texts
     # Of 16 rows of a pool, every other one.
-    assert found.texts <= 8
+    assert result.texts <= 8
 
 
 def test_texts_that_follow_each_other_and_are_alike_are_named(model):
@@ -255,9 +264,11 @@ def test_texts_that_follow_each_other_and_are_alike_are_named(model):
     documents[:, -1] = random_tokens(96, 1, seed=6)[:, 0]
     with pytest.warns(lsim.LayersimWarning, match=r"groups=") as issued:
         measured(model, documents, lsim.Cosine(), intervals=True)
-    assert any("'cosine'" in str(one.message) for one in issued)
+
+    assert any("'cosine'" in str(warning.message) for warning in issued)
+
     groups = [row // 4 for row in range(96)]
     with pytest.warns(lsim.LayersimWarning) as issued:
-        found = measured(model, lsim.Data(documents, groups=groups), lsim.Cosine(), intervals=True)
-    assert not any("groups=" in str(one.message) for one in issued)
-    assert any("24 texts" in one for one in found.provenance.warnings)
+        result = measured(model, lsim.Data(documents, groups=groups), lsim.Cosine(), intervals=True)
+    assert not any("groups=" in str(warning.message) for warning in issued)
+    assert any("24 texts" in warning for warning in result.provenance.warnings)

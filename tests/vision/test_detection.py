@@ -15,7 +15,7 @@ from tl_layersim.vision.detection import Objects, generalised_iou, match
 from ..models.detectors import CLASSES, LAYERS, QUERIES, annotation, outputs_by_layer, scenes, tiny_detr
 
 FIELDS = ("accuracy", "box_l1", "giou", "no_object", "cross_entropy", "loss")
-both = pytest.mark.parametrize("auxiliary_loss", [False, True])
+with_and_without_auxiliary_loss = pytest.mark.parametrize("auxiliary_loss", [False, True])
 
 
 def giou_of(a, b) -> float:
@@ -24,21 +24,28 @@ def giou_of(a, b) -> float:
     for axis in (0, 1):
         low_a, high_a, low_b, high_b = (box[axis] + sign * box[axis + 2] / 2 for box in (a, b) for sign in (-1, 1))
         sides.append((max(0.0, min(high_a, high_b) - max(low_a, low_b)), max(high_a, high_b) - min(low_a, low_b)))
-    overlap, around = sides[0][0] * sides[1][0], sides[0][1] * sides[1][1]
+    overlap = sides[0][0] * sides[1][0]
+    around = sides[0][1] * sides[1][1]
     union = a[2] * a[3] + b[2] * b[3] - overlap
     return overlap / union - (around - union) / around
 
 
 def oracle(model, data) -> dict[str, list[float]]:
     """The fields of the result, from all matchings of each image and layer in turn."""
-    c, found = model.config, {name: [] for name in FIELDS}
+    c = model.config
+    expected = {name: [] for name in FIELDS}
     logits, boxes = outputs_by_layer(model, data)
     for layer in range(LAYERS):
-        sums, matched, unmatched, objects = dict.fromkeys(FIELDS, 0.0), 0, 0, 0
+        sums = dict.fromkeys(FIELDS, 0.0)
+        matched = 0
+        unmatched = 0
+        objects = 0
         weight = 0.0
         for row, labels in enumerate(data["labels"]):
             p = logits[layer, row].softmax(-1).tolist()
-            b, classes, truth = boxes[layer, row].tolist(), labels["class_labels"].tolist(), labels["boxes"].double().tolist()
+            b = boxes[layer, row].tolist()
+            classes = labels["class_labels"].tolist()
+            truth = labels["boxes"].double().tolist()
 
             def cost(q, o, p=p, b=b, classes=classes, truth=truth):
                 distance = sum(abs(x - y) for x, y in zip(b[q], truth[o], strict=True))
@@ -51,7 +58,9 @@ def oracle(model, data) -> dict[str, list[float]]:
                 else [list(zip(range(few), chosen, strict=True)) for chosen in itertools.permutations(range(len(classes)), few)]
             )
             best = min(pairs, key=lambda pairs: sum(cost(q, o) for q, o in pairs))
-            objects, matched, unmatched = objects + len(classes), matched + few, unmatched + len(b) - few
+            objects = objects + len(classes)
+            matched = matched + few
+            unmatched = unmatched + len(b) - few
             of = dict(best)
             for q in range(len(b)):
                 predicted = p[q].index(max(p[q]))
@@ -66,50 +75,55 @@ def oracle(model, data) -> dict[str, list[float]]:
                 else:
                     sums["no_object"] += predicted == CLASSES
         loss = c.bbox_loss_coefficient * sums["box_l1"] + c.giou_loss_coefficient * (matched - sums["giou"])
-        found["loss"].append(sums["cross_entropy"] / weight + loss / max(objects, 1))
-        found["cross_entropy"].append(sums["cross_entropy"] / weight)
-        found["no_object"].append(sums["no_object"] / unmatched if unmatched else math.nan)
+        expected["loss"].append(sums["cross_entropy"] / weight + loss / max(objects, 1))
+        expected["cross_entropy"].append(sums["cross_entropy"] / weight)
+        expected["no_object"].append(sums["no_object"] / unmatched if unmatched else math.nan)
         for name, per in (("accuracy", 1), ("box_l1", 4), ("giou", 1)):
-            found[name].append(sums[name] / (per * matched) if matched else math.nan)
-    return found
+            expected[name].append(sums[name] / (per * matched) if matched else math.nan)
+    return expected
 
 
-def agrees(found, model, data, atol: float = 1e-10) -> None:
+def agrees(result, model, data, atol: float = 1e-10) -> None:
     for name, values in oracle(model, data).items():
         expected = torch.tensor(values, dtype=torch.float64)
-        torch.testing.assert_close(getattr(found, name), expected, atol=atol, rtol=0, equal_nan=True, msg=name)
+        torch.testing.assert_close(getattr(result, name), expected, atol=atol, rtol=0, equal_nan=True, msg=name)
 
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
-@both
+@with_and_without_auxiliary_loss
 @pytest.mark.parametrize("seed", [0, 1])
 def test_every_number_equals_brute_force_in_every_batch_size(auxiliary_loss, seed):
-    model, data = tiny_detr(auxiliary_loss, seed=seed), scenes(seed=seed)
+    model = tiny_detr(auxiliary_loss, seed=seed)
+    data = scenes(seed=seed)
     for size in (1, 3, 16):
-        found = detection_by_layer(model, lsim.Data(data, batch_size=size))
-        agrees(found, model, data)
-    assert (found.images, found.objects, found.matched) == (4, 6, 6)
-    assert found.layers[1:] == tuple(f"decoder.blocks.{i}.hook_resid_post" for i in range(LAYERS))
-    assert found.coordinates("layer") == found.layers[1:]
+        result = detection_by_layer(model, lsim.Data(data, batch_size=size))
+        agrees(result, model, data)
+
+    assert (result.images, result.objects, result.matched) == (4, 6, 6)
+    assert result.layers[1:] == tuple(f"decoder.blocks.{i}.hook_resid_post" for i in range(LAYERS))
+    assert result.coordinates("layer") == result.layers[1:]
 
 
-@both
+@with_and_without_auxiliary_loss
 def test_losses_are_those_of_transformers(auxiliary_loss):
-    model, data = tiny_detr(auxiliary_loss, torch.float32), scenes()
-    found = detection_by_layer(model, data)
+    model = tiny_detr(auxiliary_loss, torch.float32)
+    data = scenes()
+    result = detection_by_layer(model, data)
     with torch.no_grad():
         out = model(**data)
     names = {**{k: f"_{k}" for k in range(LAYERS - 1)}, LAYERS - 1: ""}
     layers = range(LAYERS) if auxiliary_loss else [LAYERS - 1]
+
     for layer in layers:
-        theirs = [float(out.loss_dict[f"{name}{names[layer]}"]) for name in ("loss_ce", "loss_bbox", "loss_giou")]
-        ours = [float(x[layer]) for x in (found.cross_entropy, 4 * found.box_l1, 1 - found.giou)]
-        assert ours == pytest.approx(theirs, abs=1e-5)
-    assert float(found.loss[list(layers)].sum()) == pytest.approx(float(out.loss), rel=1e-5)
+        expected = [float(out.loss_dict[f"{name}{names[layer]}"]) for name in ("loss_ce", "loss_bbox", "loss_giou")]
+        losses = [float(x[layer]) for x in (result.cross_entropy, 4 * result.box_l1, 1 - result.giou)]
+        assert losses == pytest.approx(expected, abs=1e-5)
+    assert float(result.loss[list(layers)].sum()) == pytest.approx(float(out.loss), rel=1e-5)
 
 
 def test_the_mask_of_pixels_reaches_the_model():
-    model, data = tiny_detr(), scenes((1, 2))
+    model = tiny_detr()
+    data = scenes((1, 2))
     masked = detection_by_layer(model, data)
     whole = detection_by_layer(model, {name: data[name] for name in ("pixel_values", "labels")})
     assert float((masked.box_l1 - whole.box_l1).abs().max()) > 1e-6
@@ -126,45 +140,52 @@ def test_matching_equals_that_of_transformers():
         labels = annotation(count, generator)
         objects = Objects(labels["class_labels"], labels["boxes"].double())
         target = [{"class_labels": objects.classes, "boxes": objects.boxes}]
-        [theirs] = HungarianMatcher(1, 5, 2)({"logits": logits[None], "pred_boxes": boxes[None]}, target)
-        assert [x.tolist() for x in match(logits, boxes, objects, weights)] == [x.tolist() for x in theirs]
+        [expected] = HungarianMatcher(1, 5, 2)({"logits": logits[None], "pred_boxes": boxes[None]}, target)
+        assert [x.tolist() for x in match(logits, boxes, objects, weights)] == [x.tolist() for x in expected]
 
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_weights_of_the_configuration_decide():
-    model, data = tiny_detr(), scenes((3, 2, 3))
+    model = tiny_detr()
+    data = scenes((3, 2, 3))
     settings = {"class_cost": 0, "bbox_cost": 0, "giou_cost": 1, "eos_coefficient": 0.7, "bbox_loss_coefficient": 3}
     before = detection_by_layer(model, data)
     for name, value in settings.items():
         setattr(model.config, name, value)
-    found = detection_by_layer(model, data)
-    agrees(found, model, data)
-    assert bool((found.giou >= before.giou - 1e-12).all())
-    assert found.provenance.options["giou_cost"] == 1
+    result = detection_by_layer(model, data)
+    agrees(result, model, data)
+
+    assert bool((result.giou >= before.giou - 1e-12).all())
+    assert result.provenance.options["giou_cost"] == 1
 
 
 @pytest.mark.parametrize("counts", [(1,), (0, 2), (1, 1, 1, 1, 1)])
 def test_few_objects(counts):
-    model, data = tiny_detr(), scenes(counts)
+    model = tiny_detr()
+    data = scenes(counts)
     agrees(detection_by_layer(model, data), model, data)
 
 
 def test_images_without_any_object_have_only_unmatched_queries():
-    model, data = tiny_detr(), scenes((0, 0))
-    found = detection_by_layer(model, data)
-    agrees(found, model, data)
-    assert bool(torch.cat([found.accuracy, found.box_l1, found.giou]).isnan().all())
-    assert bool(found.no_object.isfinite().all() and found.loss.isfinite().all())
-    assert list(found.headline().values()) == [float(found.no_object[-1])]
+    model = tiny_detr()
+    data = scenes((0, 0))
+    result = detection_by_layer(model, data)
+    agrees(result, model, data)
+
+    assert bool(torch.cat([result.accuracy, result.box_l1, result.giou]).isnan().all())
+    assert bool(result.no_object.isfinite().all() and result.loss.isfinite().all())
+    assert list(result.headline().values()) == [float(result.no_object[-1])]
 
 
 def test_more_objects_than_queries():
-    model, data = tiny_detr(), scenes((QUERIES + 2, QUERIES))
+    model = tiny_detr()
+    data = scenes((QUERIES + 2, QUERIES))
     with pytest.warns(lsim.LayersimWarning, match=f"2 of {2 * QUERIES + 2} objects have no query"):
-        found = detection_by_layer(model, data)
-    agrees(found, model, data)
-    assert (found.objects, found.matched) == (2 * QUERIES + 2, 2 * QUERIES)
-    assert bool(found.no_object.isnan().all())
+        result = detection_by_layer(model, data)
+    agrees(result, model, data)
+
+    assert (result.objects, result.matched) == (2 * QUERIES + 2, 2 * QUERIES)
+    assert bool(result.no_object.isnan().all())
 
 
 def test_generalised_iou_of_boxes_that_touch_overlap_and_stand_apart():
@@ -182,7 +203,8 @@ def rows(data) -> list[dict]:
 def test_all_forms_of_the_data_give_the_same_numbers():
     import datasets
 
-    model, data = tiny_detr(), scenes()
+    model = tiny_detr()
+    data = scenes()
     expected = detection_by_layer(model, data)
     batches = [{name: values[i : i + 2] for name, values in data.items()} for i in (0, 2)]
     alone = {name: data[name] for name in ("pixel_values", "pixel_mask")}
@@ -199,15 +221,15 @@ def test_all_forms_of_the_data_give_the_same_numbers():
         "batches": (batches, None),
         "generator": ((row for row in rows(data)), None),
         "labels apart": (alone, data["labels"]),
-        "generator of labels": (alone, (one for one in data["labels"])),
+        "generator of labels": (alone, (annotations for annotations in data["labels"])),
         "DataLoader": (loader, None),
         "data set": (datasets.Dataset.from_list(lists), None),
     }
-    for name, (given, labels) in forms.items():
-        found = detection_by_layer(model, lsim.Data(given, batch_size=2), labels=labels)
+    for name, (form, labels) in forms.items():
+        result = detection_by_layer(model, lsim.Data(form, batch_size=2), labels=labels)
         for field in FIELDS:
-            torch.testing.assert_close(getattr(found, field), getattr(expected, field), atol=1e-6, rtol=0, msg=name)
-    assert found.provenance.data == expected.provenance.data
+            torch.testing.assert_close(getattr(result, field), getattr(expected, field), atol=1e-6, rtol=0, msg=name)
+    assert result.provenance.data == expected.provenance.data
 
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
@@ -223,60 +245,72 @@ def test_images_go_through_the_processor():
     ]
     labels = [annotation(count, generator) for count in (2, 1)]
     model = tiny_detr(dtype=torch.float32)
-    found = detection_by_layer(model, lsim.Data(pictures, tokenizer=processor, batch_size=1), labels=labels)
+    result = detection_by_layer(model, lsim.Data(pictures, tokenizer=processor, batch_size=1), labels=labels)
     by_hand = [processor(images=picture, return_tensors="pt") for picture in pictures]
-    apart = [detection_by_layer(model, dict(one), labels=[label]) for one, label in zip(by_hand, labels, strict=True)]
+    apart = [detection_by_layer(model, dict(inputs), labels=[label]) for inputs, label in zip(by_hand, labels, strict=True)]
     expected = (2 * apart[0].box_l1 + apart[1].box_l1) / 3
-    torch.testing.assert_close(found.box_l1, expected)
+    torch.testing.assert_close(result.box_l1, expected)
 
 
-@both
+@with_and_without_auxiliary_loss
 def test_half_precision(auxiliary_loss):
-    model, data = tiny_detr(auxiliary_loss, torch.bfloat16), scenes()
-    found = detection_by_layer(model, data)
+    model = tiny_detr(auxiliary_loss, torch.bfloat16)
+    data = scenes()
+    result = detection_by_layer(model, data)
     whole = oracle(tiny_detr(auxiliary_loss), data)
-    torch.testing.assert_close(found.box_l1, torch.tensor(whole["box_l1"]), atol=0.02, rtol=0, check_dtype=False)
-    assert found.box_l1.dtype == torch.float64
+
+    torch.testing.assert_close(result.box_l1, torch.tensor(whole["box_l1"]), atol=0.02, rtol=0, check_dtype=False)
+    assert result.box_l1.dtype == torch.float64
 
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_a_model_in_training_is_measured_without_dropout_and_left_as_it_was():
-    model, data = tiny_detr(dropout=0.5), scenes()
+    model = tiny_detr(dropout=0.5)
+    data = scenes()
     expected = detection_by_layer(model, data)
     model.train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    found = detection_by_layer(model, data)
-    torch.testing.assert_close(found.box_l1, expected.box_l1)
+
+    result = detection_by_layer(model, data)
+
+    torch.testing.assert_close(result.box_l1, expected.box_l1)
     assert all(module.training for module in model.modules())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_the_result_is_a_file_a_table_and_figures(tmp_path):
-    found = detection_by_layer(tiny_detr(), scenes())
-    again = lsim.load(found.save(tmp_path / "detection.safetensors"))
+    result = detection_by_layer(tiny_detr(), scenes())
+    again = lsim.load(result.save(tmp_path / "detection.safetensors"))
     for name in FIELDS:
-        assert torch.equal(getattr(again, name), getattr(found, name))
-    assert again.provenance == found.provenance
-    table = found.to_frame()
+        assert torch.equal(getattr(again, name), getattr(result, name))
+    assert again.provenance == result.provenance
+
+    table = result.to_frame()
     assert list(table.columns) == ["layer", "accuracy", "box_l1", "giou", "no_object", "cross_entropy", "loss"]
-    boxes = found.plot("box_l1").layout
+
+    boxes = result.plot("box_l1").layout
     assert boxes.yaxis.title.text == "Box L1 (fraction of the image)"
     assert boxes.xaxis.title.text == "Decoder layer"
-    words = f"{found.images} images, {found.provenance.tokens} queries"
+
+    words = f"{result.images} images, {result.provenance.tokens} queries"
     assert boxes.title.subtitle.text == f"DetrForObjectDetection · {words}"
-    assert found.provenance.tokens == found.images * tiny_detr().config.num_queries
-    page = lsim.Report({"detection": found}).to_html(tmp_path / "page.html").read_text()
+    assert result.provenance.tokens == result.images * tiny_detr().config.num_queries
+
+    page = lsim.Report({"detection": result}).to_html(tmp_path / "page.html").read_text()
     assert "Box error of each layer" in page
-    assert "class accuracy of the last layer" in repr(found)
+    assert "class accuracy of the last layer" in repr(result)
 
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_annotations_are_a_part_of_the_record():
-    model, data = tiny_detr(), scenes()
+    model = tiny_detr()
+    data = scenes()
     first = detection_by_layer(model, data).provenance
     data["labels"][0]["boxes"] = data["labels"][0]["boxes"] / 2
+
     second = detection_by_layer(model, data).provenance
+
     assert first.data == second.data
     assert first.options["labels"] != second.options["labels"]
 
@@ -325,7 +359,7 @@ def test_boxes_may_fill_the_image():
 
 def test_annotations_beside_another_number_of_images_are_refused():
     data = scenes()
-    for given in (
+    for mismatched in (
         data | {"labels": data["labels"][:3]},
         [data | {"labels": data["labels"][:3]}],
         [{"pixel_values": data["pixel_values"], "labels": data["labels"][0]}],
@@ -333,7 +367,8 @@ def test_annotations_beside_another_number_of_images_are_refused():
         [data | {"labels": data["labels"] + data["labels"][:1]}, data | {"labels": data["labels"][1:]}],
     ):
         with pytest.raises(lsim.LayersimError, match=r"`labels`.* \d .* \d\b"):
-            detection_by_layer(tiny_detr(), given)
+            detection_by_layer(tiny_detr(), mismatched)
+
     first, second, *_ = rows(data)
     del second["labels"]
     with pytest.raises(lsim.LayersimError, match=r"`labels`.* \d .* \d\b"):
@@ -341,13 +376,13 @@ def test_annotations_beside_another_number_of_images_are_refused():
 
 
 def test_data_that_are_no_images_are_refused():
-    for given, message in (
+    for data, message in (
         (["a text"], "`data`.*DetrForObjectDetection.*`pixel_values`"),
         ({"input_ids": torch.ones(1, 4, dtype=torch.long)}, "takes `pixel_values`"),
         (torch.zeros(1, 3, 32, 32, dtype=torch.long), "must be floating-point"),
     ):
         with pytest.raises(lsim.LayersimError, match=message):
-            detection_by_layer(tiny_detr(), given, labels=[ONE])
+            detection_by_layer(tiny_detr(), data, labels=[ONE])
 
 
 def other_detectors():

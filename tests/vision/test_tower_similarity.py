@@ -30,14 +30,14 @@ def oracle(model, data, layers=(5, 4)) -> dict[str, np.ndarray]:
     def over(xs, ys, chosen, reduce):
         return np.array([[reduce([cosine(x[i], y[j]) for i, j in chosen]) for y in ys] for x in xs])
 
-    same = [(i, i) for i in range(rows)]
-    others = [(i, j) for i in range(rows) for j in range(rows) if i != j]
+    matched = [(i, i) for i in range(rows)]
+    mismatched = [(i, j) for i in range(rows) for j in range(rows) if i != j]
     return {
-        "values": over(vision, text, same, np.mean),
-        "std": over(vision, text, same, np.std),
-        "mismatched": over(vision, text, others, np.mean) if others else np.full(layers, np.nan),
-        "vision": over(vision, vision, same, np.mean),
-        "text": over(text, text, same, np.mean),
+        "values": over(vision, text, matched, np.mean),
+        "std": over(vision, text, matched, np.std),
+        "mismatched": over(vision, text, mismatched, np.mean) if mismatched else np.full(layers, np.nan),
+        "vision": over(vision, vision, matched, np.mean),
+        "text": over(text, text, matched, np.mean),
     }
 
 
@@ -45,46 +45,54 @@ def oracle(model, data, layers=(5, 4)) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("batch_size", [9, 4])
 def test_every_kind_of_model_equals_its_own_features_after_every_block(kind, batch_size):
-    model, data = clip_of(kind), pairs()
-    found = tower_similarity(model, lsim.Data(data, batch_size=batch_size))
+    model = clip_of(kind)
+    data = pairs()
+    result = tower_similarity(model, lsim.Data(data, batch_size=batch_size))
+
     for name, expected in oracle(model, data).items():
-        np.testing.assert_allclose(getattr(found, name).numpy(), expected, atol=1e-10, rtol=0, err_msg=name)
-    assert found.layers == ("vision.blocks.0.hook_resid_pre", *(f"vision.blocks.{i}.hook_resid_post" for i in range(4)))
-    assert found.text_layers == ("text.blocks.0.hook_resid_pre", *(f"text.blocks.{i}.hook_resid_post" for i in range(3)))
-    assert (found.pairs, found.provenance.tokens) == (9, 9)
-    torch.testing.assert_close(found.vision_to_last[1], found.values[:, -1])
-    torch.testing.assert_close(found.text_to_last[2], found.mismatched[-1])
+        np.testing.assert_allclose(getattr(result, name).numpy(), expected, atol=1e-10, rtol=0, err_msg=name)
+    assert result.layers == ("vision.blocks.0.hook_resid_pre", *(f"vision.blocks.{i}.hook_resid_post" for i in range(4)))
+    assert result.text_layers == ("text.blocks.0.hook_resid_pre", *(f"text.blocks.{i}.hook_resid_post" for i in range(3)))
+    assert (result.pairs, result.provenance.tokens) == (9, 9)
+    torch.testing.assert_close(result.vision_to_last[1], result.values[:, -1])
+    torch.testing.assert_close(result.text_to_last[2], result.mismatched[-1])
 
 
 def test_the_last_layers_are_the_models_own_embeddings():
-    model, data = clip_of(), pairs()
+    model = clip_of()
+    data = pairs()
     with torch.no_grad():
-        own = model(**data)
-    cosines = own.image_embeds @ own.text_embeds.T
-    found = tower_similarity(model, data)
-    torch.testing.assert_close(found.values[-1, -1], cosines.diagonal().mean())
-    others = (cosines.sum() - cosines.diagonal().sum()) / 72
-    torch.testing.assert_close(found.mismatched[-1, -1], others)
+        output = model(**data)
+    cosines = output.image_embeds @ output.text_embeds.T
+    result = tower_similarity(model, data)
+
+    torch.testing.assert_close(result.values[-1, -1], cosines.diagonal().mean())
+
+    mismatched = (cosines.sum() - cosines.diagonal().sum()) / 72
+    torch.testing.assert_close(result.mismatched[-1, -1], mismatched)
 
 
 def test_cka_takes_residuals_of_unequal_width_before_the_norms():
-    model, data = clip_of(), pairs(24)
+    model = clip_of()
+    data = pairs(24)
     with torch.no_grad():
         vision = model.vision_model(data["pixel_values"], output_hidden_states=True).hidden_states
         text = model.text_model(data["input_ids"], data["attention_mask"], output_hidden_states=True).hidden_states
     ends = (data["input_ids"] == 98).int().argmax(1)
     images = np.stack([layer[:, 0].numpy() for layer in vision[1:]])
     texts = np.stack([layer[torch.arange(24), ends].numpy() for layer in text])
-    found = tower_similarity(model, lsim.Data(data, batch_size=24))
+    result = tower_similarity(model, lsim.Data(data, batch_size=24))
     expected = oracle_cka([images], [texts])["values"]
-    np.testing.assert_allclose(found.cka[1:].numpy(), expected, atol=1e-8, rtol=0)
-    assert found.cka.shape == (5, 4)
-    assert bool(found.cka[0].isnan().all())
+
+    np.testing.assert_allclose(result.cka[1:].numpy(), expected, atol=1e-8, rtol=0)
+    assert result.cka.shape == (5, 4)
+    assert bool(result.cka[0].isnan().all())
 
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_padding_and_the_order_of_batches_change_nothing():
-    model, data = clip_of(), pairs()
+    model = clip_of()
+    data = pairs()
     whole = tower_similarity(model, data)
     rows = [{name: values[i] for name, values in data.items()} for i in reversed(range(9))]
     wider = {
@@ -92,41 +100,46 @@ def test_padding_and_the_order_of_batches_change_nothing():
         "attention_mask": torch.nn.functional.pad(data["attention_mask"], (0, 3)),
         "pixel_values": data["pixel_values"],
     }
-    for other in (rows, wider, [wider]):
-        found = tower_similarity(model, lsim.Data(other, batch_size=4))
+
+    for form in (rows, wider, [wider]):
+        result = tower_similarity(model, lsim.Data(form, batch_size=4))
         for name in ("values", "std", "mismatched", "vision", "text"):
-            torch.testing.assert_close(getattr(found, name), getattr(whole, name), atol=1e-12, rtol=0)
+            torch.testing.assert_close(getattr(result, name), getattr(whole, name), atol=1e-12, rtol=0)
 
 
 @pytest.mark.filterwarnings("ignore:`cka` is NaN")
 def test_one_pair_has_no_other_pair_and_no_cka():
-    model, data = clip_of(), pairs(1)
-    found = tower_similarity(model, data)
-    np.testing.assert_allclose(found.values.numpy(), oracle(model, data)["values"], atol=1e-10)
-    assert all(bool(undefined.isnan().all()) for undefined in (found.mismatched, found.cka))
-    assert bool((found.std == 0).all())
-    assert math.isnan(found.headline()["the same with the texts of other pairs"])
+    model = clip_of()
+    data = pairs(1)
+    result = tower_similarity(model, data)
+
+    np.testing.assert_allclose(result.values.numpy(), oracle(model, data)["values"], atol=1e-10)
+    assert all(bool(undefined.isnan().all()) for undefined in (result.mismatched, result.cka))
+    assert bool((result.std == 0).all())
+    assert math.isnan(result.headline()["the same with the texts of other pairs"])
 
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_batches_of_one_pair_are_one_pool():
-    found, whole = (tower_similarity(clip_of(), lsim.Data(pairs(), batch_size=size)) for size in (1, 9))
-    torch.testing.assert_close(found.values, whole.values, atol=1e-12, rtol=0)
-    torch.testing.assert_close(found.cka, whole.cka, atol=1e-12, rtol=0, equal_nan=True)
-    assert bool(found.cka[1:].isfinite().all())
+    batched, whole = (tower_similarity(clip_of(), lsim.Data(pairs(), batch_size=size)) for size in (1, 9))
+    torch.testing.assert_close(batched.values, whole.values, atol=1e-12, rtol=0)
+    torch.testing.assert_close(batched.cka, whole.cka, atol=1e-12, rtol=0, equal_nan=True)
+    assert bool(batched.cka[1:].isfinite().all())
 
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_lower_precision_is_near_float64(dtype):
     model = copy.deepcopy(clip_of()).to(dtype)
-    found, exact = tower_similarity(model, pairs()), tower_similarity(clip_of(), pairs())
-    assert found.values.dtype == torch.float64
-    torch.testing.assert_close(found.values, exact.values, atol=3e-2 if dtype == torch.bfloat16 else 1e-5, rtol=0)
+    result = tower_similarity(model, pairs())
+    exact = tower_similarity(clip_of(), pairs())
+    assert result.values.dtype == torch.float64
+    torch.testing.assert_close(result.values, exact.values, atol=3e-2 if dtype == torch.bfloat16 else 1e-5, rtol=0)
 
 
 def test_the_norm_may_come_after_the_projection_as_equation_23_is_printed():
-    model, data = clip_of(), pairs()
+    model = clip_of()
+    data = pairs()
     with torch.no_grad():
         images = model.vision_model(data["pixel_values"], output_hidden_states=True).hidden_states
         texts = model.text_model(data["input_ids"], data["attention_mask"], output_hidden_states=True).hidden_states
@@ -134,18 +147,19 @@ def test_the_norm_may_come_after_the_projection_as_equation_23_is_printed():
         v = [model.visual_projection(layer[:, 0]) for layer in images]
         t = [model.text_projection(layer[torch.arange(9), ends]) for layer in texts]
     normed = [[torch.nn.functional.layer_norm(x, x.shape[-1:], eps=0) for x in side] for side in (v, t)]
-    found = tower_similarity(model, data, norm="after")
+    result = tower_similarity(model, data, norm="after")
     expected = [[torch.nn.functional.cosine_similarity(a, b).mean() for b in normed[1]] for a in normed[0]]
-    np.testing.assert_allclose(found.values.numpy(), np.array(expected), atol=1e-10)
-    assert found.provenance.options["norm"] == "after"
+
+    np.testing.assert_allclose(result.values.numpy(), np.array(expected), atol=1e-10)
+    assert result.provenance.options["norm"] == "after"
 
 
 def test_a_model_that_projects_in_another_way_is_refused():
     class Own(hf.CLIPModel):
-        def forward(self, **given):
-            found = super().forward(**given)
-            found.image_embeds = found.image_embeds.flip(-1)
-            return found
+        def forward(self, **inputs):
+            output = super().forward(**inputs)
+            output.image_embeds = output.image_embeds.flip(-1)
+            return output
 
     model = copy.deepcopy(clip_of())
     model.__class__ = Own
@@ -154,7 +168,9 @@ def test_a_model_that_projects_in_another_way_is_refused():
 
 
 DATA = pairs()
-TOKENS, MASK, PIXELS = DATA["input_ids"], DATA["attention_mask"], DATA["pixel_values"]
+TOKENS = DATA["input_ids"]
+MASK = DATA["attention_mask"]
+PIXELS = DATA["pixel_values"]
 BAD = {
     "texts alone": ({"input_ids": TOKENS, "attention_mask": MASK}, "texts without images"),
     "tokens alone": (torch.full((9, 4), 98), "texts without images"),
@@ -187,6 +203,7 @@ def test_other_models_are_refused():
     siglip = hf.SiglipModel(
         hf.SiglipConfig(text_config=small | {"vocab_size": 99}, vision_config=small | {"image_size": 8, "patch_size": 4})
     )
+
     with pytest.raises(lsim.LayersimError, match=r"`clip`.*SiglipModel.*CLIPModel"):
         tower_similarity(siglip, pairs())
     for model in (clip_of().vision_model, lsim.demo_model(), "openai/clip-vit-base-patch32"):
@@ -196,19 +213,21 @@ def test_other_models_are_refused():
 
 def test_texts_that_are_all_equal_have_cosines_and_no_cka_before_rounding():
     data = pairs()
-    same = {name: data[name][:1].expand(9, -1) for name in ("input_ids", "attention_mask")}
-    found = tower_similarity(clip_of(), {**data, **same})
-    assert bool(found.cka[:, 0].isnan().all())
+    equal_texts = {name: data[name][:1].expand(9, -1) for name in ("input_ids", "attention_mask")}
+    result = tower_similarity(clip_of(), {**data, **equal_texts})
+    assert bool(result.cka[:, 0].isnan().all())
+
     # A column without a value is left out of the figure. The other columns hold rounding, or nothing on some machines.
-    known = replace(found, cka=found.cka.nan_to_num(0.5).index_fill(1, torch.tensor(0), math.nan))
-    np.testing.assert_array_equal(known.plot("cka").data[0].z, known.cka[:, 1:])
-    assert found.plot().layout.title.subtitle.text.endswith(" · 9 pairs")
-    assert found.plot("vision").layout.title.subtitle.text.endswith(" · 9 images")
-    assert found.plot("text").layout.title.subtitle.text.endswith(" · 9 texts")
-    curves = found.plot("text_to_last")
+    without_rounding = replace(result, cka=result.cka.nan_to_num(0.5).index_fill(1, torch.tensor(0), math.nan))
+    np.testing.assert_array_equal(without_rounding.plot("cka").data[0].z, without_rounding.cka[:, 1:])
+    assert result.plot().layout.title.subtitle.text.endswith(" · 9 pairs")
+    assert result.plot("vision").layout.title.subtitle.text.endswith(" · 9 images")
+    assert result.plot("text").layout.title.subtitle.text.endswith(" · 9 texts")
+
+    curves = result.plot("text_to_last")
     assert curves.layout.title.text == "Cosine of text layers to the last layers"
     assert curves.data[-1].name == "other tower, mismatched pairs"
-    torch.testing.assert_close(found.mismatched, found.values, atol=1e-12, rtol=0)
+    torch.testing.assert_close(result.mismatched, result.values, atol=1e-12, rtol=0)
 
 
 def test_a_zero_projection_has_no_cosine():
@@ -220,20 +239,24 @@ def test_a_zero_projection_has_no_cosine():
 
 @pytest.mark.heavy("draws every figure")
 def test_the_model_is_not_changed_and_the_result_survives_a_file(tmp_path):
-    model, data = copy.deepcopy(clip_of()).train(), pairs()
+    model = copy.deepcopy(clip_of()).train()
+    data = pairs()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     hooks = [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
-    found = tower_similarity(model, data, checkpoint=tmp_path / "run")
+    result = tower_similarity(model, data, checkpoint=tmp_path / "run")
+
     assert all(module.training for module in model.modules())
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert hooks == [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
-    again = lsim.load(found.save(tmp_path / "towers.safetensors"))
-    for name, axes in found.tensor_fields().items():
-        assert torch.equal(getattr(again, name).nan_to_num(7), getattr(found, name).nan_to_num(7))
-        assert found.plot(name).data, axes
-    frame = found.to_frame()
+
+    again = lsim.load(result.save(tmp_path / "towers.safetensors"))
+    for name, axes in result.tensor_fields().items():
+        assert torch.equal(getattr(again, name).nan_to_num(7), getattr(result, name).nan_to_num(7))
+        assert result.plot(name).data, axes
+
+    frame = result.to_frame()
     assert list(frame.columns[:3]) == ["vision_layer", "text_layer", "values"]
-    page = lsim.Report({"towers": found}).to_html(tmp_path / "page.html").read_text()
+    page = lsim.Report({"towers": result}).to_html(tmp_path / "page.html").read_text()
     assert "After block of the vision tower" in page
 
 
@@ -242,33 +265,40 @@ def test_images_and_texts_are_read_through_the_processor():
     datasets = pytest.importorskip("datasets")
     from ..models.clip_processor import image, processor, small_clip
 
-    made = processor()
-    model, texts = small_clip(made), ["a cat.", "a dog here.", "two birds.", "a.", "frog.", "a red cat."]
+    clip_processor = processor()
+    model = small_clip(clip_processor)
+    texts = ["a cat.", "a dog here.", "two birds.", "a.", "frog.", "a red cat."]
     images = [image(seed) for seed in range(6)]
     rows = datasets.Dataset.from_dict({"image": images, "text": texts})
-    given = made(images=images, text=texts, return_tensors="pt", padding=True)
+    inputs = clip_processor(images=images, text=texts, return_tensors="pt", padding=True)
     with torch.no_grad():
-        own = model(**given)
-    found = tower_similarity(model, lsim.Data(rows, tokenizer=made, batch_size=4))
-    expected = (own.image_embeds * own.text_embeds).sum(-1).mean().double()
-    torch.testing.assert_close(found.values[-1, -1], expected, atol=1e-6, rtol=0)
+        output = model(**inputs)
+    result = tower_similarity(model, lsim.Data(rows, tokenizer=clip_processor, batch_size=4))
+    expected = (output.image_embeds * output.text_embeds).sum(-1).mean().double()
+    torch.testing.assert_close(result.values[-1, -1], expected, atol=1e-6, rtol=0)
     torch.testing.assert_close(
-        found.values, tower_similarity(model, lsim.Data(dict(given), batch_size=4)).values, atol=1e-6, rtol=0
+        result.values, tower_similarity(model, lsim.Data(dict(inputs), batch_size=4)).values, atol=1e-6, rtol=0
     )
     with pytest.raises(lsim.LayersimError, match=r"end-of-text token(.|\n)*truncation=True"):
-        tower_similarity(model, lsim.Data({"image": images, "text": ["a cat " * 20] * 6}, tokenizer=made))
+        tower_similarity(model, lsim.Data({"image": images, "text": ["a cat " * 20] * 6}, tokenizer=clip_processor))
 
 
 @pytest.mark.parametrize("batch_size", [9, 4])
 def test_texts_that_are_padded_on_the_left_are_read_without_padding(batch_size):
-    model, data = clip_of(), pairs()
-    ids, mask = data["input_ids"], data["attention_mask"].bool()
-    left, kept = torch.full_like(ids, 1), torch.zeros_like(mask)
-    for row, own in enumerate(ids):
+    model = clip_of()
+    data = pairs()
+    ids = data["input_ids"]
+    mask = data["attention_mask"].bool()
+    left_ids = torch.full_like(ids, 1)
+    left_mask = torch.zeros_like(mask)
+    for row, row_ids in enumerate(ids):
         length = int(mask[row].sum())
-        left[row, len(own) - length :], kept[row, len(own) - length :] = own[mask[row]], True
-    assert not bool(kept[:, 0].all())
-    moved = {**data, "input_ids": left, "attention_mask": kept.long()}
-    expected, found = (tower_similarity(model, lsim.Data(one, batch_size=batch_size)) for one in (data, moved))
-    torch.testing.assert_close(found.values, expected.values)
-    torch.testing.assert_close(found.text, expected.text)
+        left_ids[row, len(row_ids) - length :] = row_ids[mask[row]]
+        left_mask[row, len(row_ids) - length :] = True
+
+    assert not bool(left_mask[:, 0].all())
+
+    moved = {**data, "input_ids": left_ids, "attention_mask": left_mask.long()}
+    expected, result = (tower_similarity(model, lsim.Data(padded, batch_size=batch_size)) for padded in (data, moved))
+    torch.testing.assert_close(result.values, expected.values)
+    torch.testing.assert_close(result.text, expected.text)

@@ -24,16 +24,16 @@ SEVERAL = [[ONE_EACH[0], torch.tensor([1, 30, END])], [ONE_EACH[1]], [ONE_EACH[2
 def own_logits(model, pixels=PIXELS, prompts=ONE_EACH) -> torch.Tensor:
     """`image class`, one class at a time, so that no prompt is padded."""
     with torch.no_grad():
-        each = [model(input_ids=ids[None], pixel_values=pixels).logits_per_image for ids in prompts]
-    return torch.cat(each, dim=1)
+        columns = [model(input_ids=ids[None], pixel_values=pixels).logits_per_image for ids in prompts]
+    return torch.cat(columns, dim=1)
 
 
 def oracle_logits(model, prompts, blocks: int) -> np.ndarray:
     """Radford et al. 2021, section 3.1: norm 1, mean over prompts, norm 1; the image's features after some blocks."""
     classes = []
-    for each in prompts:
+    for prompts_of_class in prompts:
         vectors = []
-        for ids in each:
+        for ids in prompts_of_class:
             data = {"input_ids": ids[None], "attention_mask": torch.ones(1, len(ids), dtype=torch.int64)}
             vector = features(model, "text", data, 3)[0]
             vectors.append(vector / np.linalg.norm(vector))
@@ -52,10 +52,12 @@ def test_one_prompt_a_class_gives_the_models_own_logits(kind):
     logits = own_logits(model)
     with torch.no_grad():
         torch.testing.assert_close(classifier(PIXELS), logits, atol=1e-9, rtol=0)
-    found = zero_shot(model, lsim.Data(PIXELS, batch_size=5), prompts=ONE_EACH, labels=LABELS)
-    assert float(found.accuracy[-1]) == float((logits.argmax(1) == LABELS).double().mean())
-    own = torch.nn.functional.cross_entropy(logits, LABELS)
-    torch.testing.assert_close(found.cross_entropy[-1], own, atol=1e-9, rtol=0)
+    result = zero_shot(model, lsim.Data(PIXELS, batch_size=5), prompts=ONE_EACH, labels=LABELS)
+
+    assert float(result.accuracy[-1]) == float((logits.argmax(1) == LABELS).double().mean())
+
+    expected = torch.nn.functional.cross_entropy(logits, LABELS)
+    torch.testing.assert_close(result.cross_entropy[-1], expected, atol=1e-9, rtol=0)
 
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
@@ -64,21 +66,22 @@ def test_one_prompt_a_class_gives_the_models_own_logits(kind):
 )
 def test_every_layer_equals_the_models_features_after_that_block(prompts):
     model = clip_of()
-    found = zero_shot(model, PIXELS, prompts=prompts, labels=LABELS, top_k=(1, 2))
+    result = zero_shot(model, PIXELS, prompts=prompts, labels=LABELS, top_k=(1, 2))
     last = oracle_logits(model, SEVERAL, 4)
+
     for block in range(4):
         logits = oracle_logits(model, SEVERAL, block + 1)
         order = np.argsort(-logits, axis=1)
         true = LABELS.numpy()[:, None]
-        assert float(found.accuracy[block]) == np.mean(order[:, :1] == true)
-        assert float(found.top_k_accuracy[1, block]) == np.mean((order[:, :2] == true).any(1))
-        assert float(found.agreement[block]) == np.mean(order[:, 0] == last.argmax(1))
+        assert float(result.accuracy[block]) == np.mean(order[:, :1] == true)
+        assert float(result.top_k_accuracy[1, block]) == np.mean((order[:, :2] == true).any(1))
+        assert float(result.agreement[block]) == np.mean(order[:, 0] == last.argmax(1))
         log_prob = logits - np.log(np.exp(logits).sum(1, keepdims=True))
         expected = -np.take_along_axis(log_prob, true, 1).mean()
-        np.testing.assert_allclose(float(found.cross_entropy[block]), expected, atol=1e-9)
-    assert found.layers == ("blocks.0.hook_resid_pre", *(f"blocks.{i}.hook_resid_post" for i in range(4)))
-    assert "accuracy of the last layer" in found.headline()
-    assert found.plot("accuracy").data
+        np.testing.assert_allclose(float(result.cross_entropy[block]), expected, atol=1e-9)
+    assert result.layers == ("blocks.0.hook_resid_pre", *(f"blocks.{i}.hook_resid_post" for i in range(4)))
+    assert "accuracy of the last layer" in result.headline()
+    assert result.plot("accuracy").data
 
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
@@ -87,8 +90,9 @@ def test_labels_come_from_the_data_or_by_row():
     by_data = zero_shot(clip_of(), data, prompts=ONE_EACH)
     by_row = zero_shot(clip_of(), lsim.Data(PIXELS, batch_size=5), prompts=ONE_EACH, labels=LABELS)
     torch.testing.assert_close(by_data.accuracy, by_row.accuracy)
-    one = zero_shot(clip_of(), PIXELS[:1], prompts=ONE_EACH, labels=LABELS[:1])
-    assert one.positions == 1
+
+    single = zero_shot(clip_of(), PIXELS[:1], prompts=ONE_EACH, labels=LABELS[:1])
+    assert single.positions == 1
 
 
 def test_the_classifier_is_a_model_like_any_other():
@@ -96,13 +100,17 @@ def test_the_classifier_is_a_model_like_any_other():
     data = {"pixel_values": PIXELS, "label": LABELS}
     analyzers = [lsim.Cosine(center="none"), lsim.Saturation(), lsim.ExitCurve(labels="data"), lsim.LogitLens(labels="data")]
     report = lsim.analyze(model, data, analyzers)
+
     assert float(report["logit_lens"].agreement[-1]) == 1.0
+
     with torch.no_grad():
         states = clip_of().vision_model(PIXELS, output_hidden_states=True).hidden_states
     expected = torch.nn.functional.cosine_similarity(states[1][:, 0], states[4][:, 0]).mean()
     torch.testing.assert_close(report["cosine"].values[1, 4], expected)
+
     heads = lsim.analyze(model, data, lsim.CKA(minibatch=12), at="attn_out")["cka"]
     assert heads.layers[0] == "blocks.0.hook_attn_out"
+
     with torch.no_grad(), lsim.attach(model, lsim.Cosine(center="none"), positions="first") as probe:
         model(PIXELS)
     torch.testing.assert_close(probe.results()["cosine"].values, report["cosine"].values)
@@ -114,6 +122,7 @@ def test_the_clip_itself_is_not_changed():
     model = copy.deepcopy(clip_of()).train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     zero_shot(model, PIXELS, prompts=ONE_EACH, labels=LABELS)
+
     assert all(module.training for module in model.modules())
     assert before.keys() == model.state_dict().keys()
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
@@ -121,10 +130,11 @@ def test_the_clip_itself_is_not_changed():
 
 def test_half_precision_gives_the_models_own_predictions():
     model = copy.deepcopy(clip_of()).to(torch.bfloat16)
-    found = zero_shot(model, PIXELS, prompts=ONE_EACH, labels=LABELS)
+    result = zero_shot(model, PIXELS, prompts=ONE_EACH, labels=LABELS)
     logits = own_logits(model, PIXELS.to(torch.bfloat16)).float()
     sure = logits.topk(2, dim=1).values.diff(dim=1).abs()[:, 0] > 0.1
-    assert abs(float(found.accuracy[-1]) - float((logits.argmax(1) == LABELS).double().mean())) <= float(
+
+    assert abs(float(result.accuracy[-1]) - float((logits.argmax(1) == LABELS).double().mean())) <= float(
         (~sure).double().mean()
     )
 
@@ -146,9 +156,9 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_classes_and_labels_are_refused(case):
-    given, message = BAD[case]
+    options, message = BAD[case]
     with pytest.raises(lsim.LayersimError, match=message):
-        called(zero_shot, clip_of(), PIXELS, **{"labels": LABELS} | given)
+        called(zero_shot, clip_of(), PIXELS, **{"labels": LABELS} | options)
 
 
 @pytest.mark.parametrize(
@@ -167,6 +177,7 @@ def test_other_data_than_images_is_refused(images, message):
 def test_other_models_are_refused():
     with pytest.raises(lsim.LayersimError, match=r"`clip` is .*CLIPModel, "):
         zero_shot(clip_of().vision_model, PIXELS, prompts=ONE_EACH, labels=LABELS)
+
     model = copy.deepcopy(clip_of())
     del model.visual_projection
     with pytest.raises(AttributeError, match="visual_projection"):
@@ -175,10 +186,10 @@ def test_other_models_are_refused():
 
 def test_a_model_with_other_logits_is_refused():
     class Own(hf.CLIPModel):
-        def forward(self, **given):
-            found = super().forward(**given)
-            found.logits_per_image = found.logits_per_image - 3.0
-            return found
+        def forward(self, **inputs):
+            output = super().forward(**inputs)
+            output.logits_per_image = output.logits_per_image - 3.0
+            return output
 
     model = copy.deepcopy(clip_of())
     model.__class__ = Own
@@ -190,30 +201,33 @@ def test_texts_and_images_are_read_through_the_processor():
     datasets = pytest.importorskip("datasets")
     from ..models.clip_processor import image, processor, small_clip
 
-    made = processor()
-    model, names, templates = small_clip(made), ["cat", "dog", "bird"], ["a photo of a {}.", "the {}."]
+    clip_processor = processor()
+    model = small_clip(clip_processor)
+    names = ["cat", "dog", "bird"]
+    templates = ["a photo of a {}.", "the {}."]
     images = [image(seed) for seed in range(6)]
     rows = datasets.Dataset.from_dict({"image": images, "label": [0, 1, 2, 0, 1, 2]})
-    found = zero_shot(model, lsim.Data(rows, tokenizer=made, batch_size=4), names, template=templates)
+    result = zero_shot(model, lsim.Data(rows, tokenizer=clip_processor, batch_size=4), names, template=templates)
     with torch.no_grad():
-        texts = made(text=[t.format(n) for n in names for t in templates], return_tensors="pt", padding=True)
+        texts = clip_processor(text=[t.format(n) for n in names for t in templates], return_tensors="pt", padding=True)
         vectors = torch.nn.functional.normalize(model.get_text_features(**texts).pooler_output, dim=-1)
         classes = torch.nn.functional.normalize(vectors.view(3, 2, -1).mean(1), dim=-1)
-        pixels = made(images=images, return_tensors="pt").pixel_values
-        own = torch.nn.functional.normalize(model.get_image_features(pixel_values=pixels).pooler_output, dim=-1)
-    logits = model.logit_scale.exp().detach() * own @ classes.T
+        pixels = clip_processor(images=images, return_tensors="pt").pixel_values
+        image_vectors = torch.nn.functional.normalize(model.get_image_features(pixel_values=pixels).pooler_output, dim=-1)
+    logits = model.logit_scale.exp().detach() * image_vectors @ classes.T
     labels = torch.tensor([0, 1, 2, 0, 1, 2])
     torch.testing.assert_close(
-        found.cross_entropy[-1], torch.nn.functional.cross_entropy(logits, labels).double(), atol=1e-5, rtol=0
+        result.cross_entropy[-1], torch.nn.functional.cross_entropy(logits, labels).double(), atol=1e-5, rtol=0
     )
-    assert float(found.accuracy[-1]) == float((logits.argmax(1) == labels).double().mean())
-    model.tokenizer, model.processor = made.tokenizer, made.image_processor
+    assert float(result.accuracy[-1]) == float((logits.argmax(1) == labels).double().mean())
+    model.tokenizer = clip_processor.tokenizer
+    model.processor = clip_processor.image_processor
     carried = zero_shot(model, rows, names, template=templates)
-    torch.testing.assert_close(carried.accuracy, found.accuracy)
+    torch.testing.assert_close(carried.accuracy, result.accuracy)
 
 
 def test_a_prompt_of_token_ids_has_no_padding():
     prompts = [torch.tensor([PAD, 5, PAD, 9, END]), *ONE_EACH[1:]]
     with torch.no_grad():
-        given = zero_shot_classifier(clip_of(), prompts=[prompts[0].tolist(), *prompts[1:]])(PIXELS)
-    torch.testing.assert_close(given, own_logits(clip_of(), prompts=prompts), atol=1e-9, rtol=0)
+        logits = zero_shot_classifier(clip_of(), prompts=[prompts[0].tolist(), *prompts[1:]])(PIXELS)
+    torch.testing.assert_close(logits, own_logits(clip_of(), prompts=prompts), atol=1e-9, rtol=0)
