@@ -34,7 +34,8 @@ def padded(rows: int = 6, length: int = 9) -> dict[str, torch.Tensor]:
     ("name", "place"), [("llama", "z per head"), ("gpt2", "z per head"), ("llama", "attn_out"), ("llama", "mlp_out")]
 )
 def test_cosine_and_cka_equal_their_oracles(name, place):
-    model, data = MODELS[name](), padded()
+    model = MODELS[name]()
+    data = padded()
     asked = [lsim.Cosine(), lsim.CKA()]
     found = called(lsim.analyze, model, data, asked, **PLACES[place])
     sites = found["cka"].layers
@@ -58,7 +59,8 @@ def test_cosine_and_cka_equal_their_oracles(name, place):
     [("here", "minibatch"), ("here", "exact"), ("here", "biased"), ("NNsight", "exact"), ("remote=local", "minibatch")],
 )
 def test_sites_of_different_widths(estimator, source):
-    model, data = tiny_llama(), padded()
+    model = tiny_llama()
+    data = padded()
     given, options = (model, {}) if source == "here" else (nnsight(tiny_llama()), {})
     options |= {"remote": "local"} if source == "remote=local" else {}
     at = ["attn_out", "mlp_post", "k"]
@@ -91,7 +93,8 @@ def next_tokens(data) -> list[int | None]:
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_widths_are_those_of_the_sites_where_memory_and_centres_are_checked():
-    model, data = tiny_llama(), padded()
+    model = tiny_llama()
+    data = padded()
     # 12 heads of width 8 need 0.2 MB; the residual stream of 12 layers would need 3.5 MB.
     called(lsim.analyze, model, data, lsim.CKA(estimator="exact", max_memory_gb=0.003), **HEADS)
     with pytest.raises(lsim.LayersimError, match="`max_memory_gb`"):
@@ -109,7 +112,8 @@ def test_widths_are_those_of_the_sites_where_memory_and_centres_are_checked():
 @pytest.mark.parametrize("make", [tiny_llama, tiny_gpt2])
 @pytest.mark.parametrize("norm", ["final", "none"])
 def test_the_lens_between_attention_and_mlp_is_the_naive_one(make, norm):
-    model, tokens = lively(make().double()), random_tokens(3, 8)
+    model = lively(make().double())
+    tokens = random_tokens(3, 8)
     at = ["resid_mid"] if norm == "final" else ["resid_post", "resid_mid"]
     found = lsim.analyze(model, tokens, lsim.LogitLens(norm=norm), at=at)["logit_lens"]
     own = "hook_resid_mid" if norm == "final" else "hook_resid_"
@@ -136,7 +140,8 @@ def test_of_some_layers_the_lens_counts_blocks():
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_a_ratio_of_norms_is_one_of_blocks_alone():
-    model, tokens = tiny_llama(), random_tokens()
+    model = tiny_llama()
+    tokens = random_tokens()
     whole = lsim.analyze(model, tokens, lsim.Cosine(center="none"))["cosine"].norm_ratio
     both = lsim.analyze(model, tokens, lsim.Cosine(center="none"), at=["resid_post", "resid_mid"])["cosine"]
     assert both.norm_ratio.isnan().all()
@@ -157,7 +162,9 @@ def test_two_models_of_other_depth_and_width(place):
     wide = transformers.LlamaConfig(
         hidden_size=40, num_hidden_layers=2, num_attention_heads=5, intermediate_size=64, vocab_size=100
     )
-    a, b, data = tiny_llama(), transformers.LlamaForCausalLM(wide).eval(), padded()
+    a = tiny_llama()
+    b = transformers.LlamaForCausalLM(wide).eval()
+    data = padded()
     found = called(lsim.compare, a, b, data, lsim.CKA(), **place)
     assert len(found.layers) == (3 if place["at"] == "attn_out" else 12)
     assert len(found.column_layers) == (2 if place["at"] == "attn_out" else 10)
@@ -174,7 +181,8 @@ def test_two_models_of_other_depth_and_width(place):
 @pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize("place", ["attn_out", "z per head"])
 def test_half_precision_models(place):
-    model, data = tiny_llama(dtype=torch.bfloat16), padded()
+    model = tiny_llama(dtype=torch.bfloat16)
+    data = padded()
     found = called(lsim.analyze, model, data, [lsim.Cosine(), lsim.CKA()], **PLACES[place])
     samples = np.stack(site_samples(model, data, found["cka"].layers))
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -211,7 +219,8 @@ def test_a_lens_beside_an_analyzer_of_heads_is_refused(make):
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_analyzers_of_several_needs_in_one_call():
-    model, data = tiny_llama(), padded()
+    model = tiny_llama()
+    data = padded()
     mixed = lsim.analyze(model, data, [lsim.Cosine(), lsim.Contribution()], at="z")
     assert mixed["cosine"].layers == tuple(f"blocks.{i}.attn.hook_z" for i in range(3))
     for analyzer, at in ((lsim.Cosine(), "z"), (lsim.Contribution(), "resid_post")):
@@ -224,7 +233,8 @@ def test_analyzers_of_several_needs_in_one_call():
 
 def test_the_tensors_of_the_hand_made_hooks_are_those_that_the_table_names():
     """What the oracles above are fed with."""
-    model, data = tiny_llama(), padded()
+    model = tiny_llama()
+    data = padded()
     seen = read_sites(model, lsim.sites(model), data)
     torch.testing.assert_close(
         seen["blocks.1.hook_resid_post"], seen["blocks.1.hook_resid_mid"] + seen["blocks.1.hook_mlp_out"]

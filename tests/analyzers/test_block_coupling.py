@@ -110,7 +110,8 @@ def test_without_normalisation_it_is_m():
     expected = oracles.miscoupling(oracles.coupling_matrix(jacobians[0], jacobians[2], 3), normalize=False)
     assert abs(float(found.values[0, 2]) - expected) < 1e-10
     torch.testing.assert_close(found.coupling, -found.values)
-    (u, _, vt), (other, _, _) = np.linalg.svd(jacobians[2]), np.linalg.svd(jacobians[0])
+    u, _, vt = np.linalg.svd(jacobians[2])
+    (other, _, _) = np.linalg.svd(jacobians[0])
     np.testing.assert_allclose(found.left_alignment[0, 2], oracles.alignment(other[:, :3], u[:, :3]), atol=1e-12)
     np.testing.assert_allclose(found.cross_alignment[0, 2], oracles.alignment(other[:, :3], vt[:3].T), atol=1e-12)
 
@@ -153,7 +154,8 @@ def test_degenerate_jacobians():
 
 
 def test_the_deviation_is_of_prompts_with_a_coupling():
-    frame, spectrum = frames(3), np.geomspace(2, 0.2, 24)
+    frame = frames(3)
+    spectrum = np.geomspace(2, 0.2, 24)
     poor = frame[0][:, :2] @ frame[1][:, :2].T
     pairs = [[u @ np.diag(spectrum) @ v.T for u, v in (frame, frames(seed))] for seed in (4, 5)]
     found = from_views(lsim.BlockCoupling(k=5), [linear_view(one) for one in (*pairs, [poor, pairs[0][1]])])

@@ -34,7 +34,8 @@ def test_between_two_models_of_other_width_and_depth(widths):
 
 
 def test_the_correlations_are_those_of_statsmodels_and_scikit_learn():
-    x, y = residuals(0, tokens=80, width=4)[1], residuals(1, tokens=80, width=3)[1] + residuals(0, tokens=80, width=3)[2]
+    x = residuals(0, tokens=80, width=4)[1]
+    y = residuals(1, tokens=80, width=3)[1] + residuals(0, tokens=80, width=3)[2]
     found = between(lsim.CCA(), [x[None]], [y[None]])
     rho = np.array(CanCorr(y, x).cancorr)
     assert float(found.values) == pytest.approx(rho.mean(), abs=1e-9)
@@ -46,8 +47,10 @@ def test_the_correlations_are_those_of_statsmodels_and_scikit_learn():
 
 def test_invariances():
     rng = np.random.default_rng(0)
-    x, y = residuals(0, tokens=90), residuals(3, tokens=90) + 0.5 * residuals(0, tokens=90)
-    plain, order = between(lsim.CCA(), [x], [y]), rng.permutation(90)
+    x = residuals(0, tokens=90)
+    y = residuals(3, tokens=90) + 0.5 * residuals(0, tokens=90)
+    plain = between(lsim.CCA(), [x], [y])
+    order = rng.permutation(90)
     for changed, columns in ((y @ rotation(8), False), (7 * y, True), (y + rng.normal(size=8), True)):
         found = between(lsim.CCA(), [x], [changed])
         for name in SUMMARIES:
@@ -88,7 +91,8 @@ def test_independent_gaussians_read_dimensions_over_samples():
 def test_a_known_correlation():
     """Y has one dimension that correlates by 0.6 with one of x."""
     rng = np.random.default_rng(0)
-    x, noise = rng.normal(size=(4000, 3)), rng.normal(size=(4000, 3))
+    x = rng.normal(size=(4000, 3))
+    noise = rng.normal(size=(4000, 3))
     y = noise.copy()
     y[:, 0] = 0.6 * x[:, 0] + 0.8 * noise[:, 0]
     found = between(lsim.CCA(), [x[None]], [y[None]])

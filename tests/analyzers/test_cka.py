@@ -160,7 +160,8 @@ def test_a_layer_that_has_no_cka_in_one_minibatch_has_no_mean():
 @pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_whole_rows_as_vectors():
     """Sequence and feature flattened to one dimension, in several passes and for any size of batch."""
-    model, tokens = tiny_llama(), random_tokens(12, 6)
+    model = tiny_llama()
+    tokens = random_tokens(12, 6)
     x = np.stack([hidden_states(model, row).reshape(4, -1) for row in tokens], axis=1).astype(np.float64)
     expected = oracles.oracle_cka([x])["values"]
     analyzer = lsim.CKA(level="sequence", pool="flat", minibatch=12)
@@ -228,7 +229,8 @@ def test_sequences_as_samples(pool):
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_compare_runs_two_models_on_the_same_tokens():
-    a, b = tiny_llama(), tiny_llama(layers=2, seed=1)
+    a = tiny_llama()
+    b = tiny_llama(layers=2, seed=1)
     rows = list(random_tokens(5, 20))
     states = ([np.concatenate([hidden_states(model, row) for row in rows], axis=1)] for model in (a, b))
     expected = oracles.oracle_cka(*states, rows=20)
@@ -268,7 +270,8 @@ def test_exact_says_what_memory_it_needs():
 
 
 def test_a_batch_too_small_for_a_minibatch_hardly_counts():
-    model, rows = tiny_llama(), list(random_tokens(16, 20))
+    model = tiny_llama()
+    rows = list(random_tokens(16, 20))
     whole = lsim.analyze(model, rows, lsim.CKA(minibatch=64))["cka"]
     tail = lsim.analyze(model, [*rows, *random_tokens(4, 3, seed=9)], lsim.CKA(minibatch=64))["cka"]
     assert tail.minibatches == whole.minibatches + 1
@@ -305,7 +308,8 @@ def test_few_samples_are_spoken_of():
 
 
 def test_a_layer_of_equal_samples_in_the_second_model_is_named_and_nan():
-    x, y = residuals(0, layers=2, tokens=40), residuals(1, layers=3, tokens=40)
+    x = residuals(0, layers=2, tokens=40)
+    y = residuals(1, layers=3, tokens=40)
     y[1] = 7.0
     with pytest.warns(lsim.LayersimWarning, match=re.escape("blocks.0.hook_resid_post")):
         found = between(lsim.CKA(minibatch=20), [x], [y])

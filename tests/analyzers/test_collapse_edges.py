@@ -21,7 +21,8 @@ def of(x: np.ndarray, label: list[int], **options) -> NeuralCollapseResult:
 
 def test_collapse_that_needs_more_memory_than_its_limit_is_refused():
     """Four residual layers of width 32 need 3 second moments, 3 x 8 bytes x 4 x 32^2 = 98,304 bytes, and copies of them."""
-    model, tokens = tiny_llama(), random_tokens()
+    model = tiny_llama()
+    tokens = random_tokens()
     lsim.analyze(model, tokens, lsim.NeuralCollapse(max_memory_gb=0.02))
     with pytest.raises(lsim.LayersimError, match="max_memory_gb"):
         lsim.analyze(model, tokens, lsim.NeuralCollapse(max_memory_gb=98_303e-9))

@@ -54,7 +54,8 @@ def test_known_vectors():
 
 
 def test_two_stacks_have_final_streams_of_their_own():
-    one, two = residuals(0, layers=3), residuals(1, layers=4)
+    one = residuals(0, layers=3)
+    two = residuals(1, layers=4)
     parts = [with_sublayers(view(one), one, stack="encoder."), with_sublayers(view(two), two, stack="decoder.")]
     both = replace(parts[0], activations=torch.cat([p.activations for p in parts]), sites=parts[0].sites + parts[1].sites)
     found = from_views(lsim.Contribution(), [both])
@@ -101,7 +102,8 @@ def outputs_by_hooks(model, row: torch.Tensor, attention: list, mlp: list) -> li
     final = seen[blocks[-1]]
     found = []
     for block, one, two in zip(blocks, attention, mlp, strict=True):
-        before, parallel = seen[block, "in"], bool(getattr(model.config, "use_parallel_residual", False))
+        before = seen[block, "in"]
+        parallel = bool(getattr(model.config, "use_parallel_residual", False))
         found += [(seen[one], before, final), (seen[two], before if parallel else before + seen[one], final)]
         torch.testing.assert_close(before + seen[one] + seen[two], seen[block], rtol=0.02, atol=0.02)
     return found
@@ -124,7 +126,8 @@ def built(name: str):
 
 @pytest.mark.parametrize("name", SUBLAYERS)
 def test_contributions_equal_those_of_hooks(name):
-    model, rows = built(name), [random_tokens(1, n, seed=n)[0] for n in (14, 9, 1)]
+    model = built(name)
+    rows = [random_tokens(1, n, seed=n)[0] for n in (14, 9, 1)]
     blocks = model.base_model.layers if hasattr(model.base_model, "layers") else model.base_model.h
     parts = [[block.get_submodule(path) for block in blocks] for path in SUBLAYERS[name]]
     tables = [outputs_by_hooks(model, row, *parts) for row in rows]
@@ -146,7 +149,8 @@ def test_contributions_equal_those_of_hooks(name):
 
 
 def test_one_block():
-    model, rows = tiny_llama(layers=1), random_tokens(2, 8)
+    model = tiny_llama(layers=1)
+    rows = random_tokens(2, 8)
     found = lsim.analyze(model, rows, lsim.Contribution())["contribution"]
     assert found.sublayers == ("blocks.0.hook_attn_out", "blocks.0.hook_mlp_out")
     assert found.layers == ("blocks.0.hook_resid_pre", "blocks.0.hook_resid_post")

@@ -27,7 +27,8 @@ def test_uncentred_equals_its_oracle():
 
 def test_centring_matters_and_is_recorded():
     data = [view(residuals(0))]
-    centred, raw = from_views(lsim.Cosine(), data), from_views(lsim.Cosine(center="none"), data)
+    centred = from_views(lsim.Cosine(), data)
+    raw = from_views(lsim.Cosine(center="none"), data)
     assert (centred.values - raw.values).abs().max() > 0.1
     report = lsim.analyze(tiny_llama(), random_tokens(), lsim.Cosine(center="none"))
     assert report["cosine"].provenance.options["center"] == "none"
@@ -251,11 +252,13 @@ def test_sites_that_are_not_consecutive_have_no_gaps():
 
 
 def test_the_last_token_of_each_row_can_be_chosen():
-    model, tokens = tiny_llama(), random_tokens(3, 12)
+    model = tiny_llama()
+    tokens = random_tokens(3, 12)
     found = lsim.analyze(model, lsim.Data(tokens, positions="last"), lsim.Cosine())["cosine"]
     with torch.no_grad():
         states = model(tokens, output_hidden_states=True).hidden_states
-    a, b = states[0][:, -1].double(), states[2][:, -1].double()
+    a = states[0][:, -1].double()
+    b = states[2][:, -1].double()
     cosine = (a * b).sum(-1) / a.norm(dim=-1) / b.norm(dim=-1)
     np.testing.assert_allclose(found.angular_by_gap(2)[0], cosine.arccos().mean() / np.pi, atol=1e-6)
 

@@ -22,7 +22,8 @@ EACH = [lsim.Procrustes, lsim.CCA, lsim.LinearPredictivity]
 
 
 def summed(analyzer, xs, ys=None, **more) -> Sums:
-    kernel, total = analyzer.kernel(Sums()), Sums()
+    kernel = analyzer.kernel(Sums())
+    total = Sums()
     for i, x in enumerate(xs):
         views = [view(x, row=torch.arange(x.shape[1]), **more)]
         if ys is not None:
@@ -73,7 +74,8 @@ def test_no_null_is_summed_without_permutations():
 
 
 def test_training_and_held_out_samples_are_summed_apart():
-    x, y = residuals(0, tokens=30), residuals(1, layers=2, tokens=30, width=5)
+    x = residuals(0, tokens=30)
+    y = residuals(1, layers=2, tokens=30, width=5)
     out = np.array(oracles.held_out_rows(30, 0.3, 7))
     analyzer = lsim.LinearPredictivity(test_fraction=0.3, seed=7)
     for others, z in ((None, x), ([y], y)):
@@ -152,7 +154,8 @@ def test_one_constant_site_is_named_and_nan(cls):
 
 @pytest.mark.parametrize("cls", EACH)
 def test_a_constant_site_of_the_second_model(cls):
-    x, y = residuals(0, layers=2, tokens=60), residuals(1, layers=3, tokens=60)
+    x = residuals(0, layers=2, tokens=60)
+    y = residuals(1, layers=3, tokens=60)
     y[2] = 1.0
     with pytest.warns(lsim.LayersimWarning, match=rf"{cls.__name__} is not defined at blocks\.1\.hook_resid_post, and NaN"):
         found = cls().compute(summed(cls(), [x], [y]), _run(2, 3))
@@ -210,7 +213,8 @@ def test_sums_must_fit(cls, models, permutations):
     pairs = {1: 10, 2: 16, 3: 6 * 16}[count]
     if count == 3 and parts == 2:
         # Not symmetric: both orders.
-        numbers, pairs = 9 * (16 + 8) * 32**2, 9 * 16
+        numbers = 9 * (16 + 8) * 32**2
+        pairs = 9 * 16
     need = 24 * parts * (numbers + permutations * pairs * 32**2) / 1e9
     described = [_model() for _ in range(count)]
     cls(max_memory_gb=need * 1.001, permutations=permutations).check_sites(*described)
@@ -261,7 +265,8 @@ def test_a_grid_of_models_runs_each_once_and_equals_compare(cls):
 
 @pytest.mark.parametrize("cls", EACH)
 def test_the_null_of_real_activations(cls):
-    model, data = tiny_llama(), random_tokens(16, 20)
+    model = tiny_llama()
+    data = random_tokens(16, 20)
     at = ["blocks.0.hook_resid_post", "blocks.1.hook_resid_post"]
     found = lsim.analyze(model, data, cls(permutations=19), at=at)[cls.name]
     plain = lsim.analyze(model, data, cls(), at=at)[cls.name]
@@ -279,7 +284,8 @@ def test_the_null_of_real_activations(cls):
 @pytest.mark.light("CCA", "LinearPredictivity")
 @pytest.mark.parametrize("cls", EACH)
 def test_half_precision_models_are_summed_in_float64(cls):
-    model, data = tiny_llama(dtype=torch.bfloat16), random_tokens(16, 20)
+    model = tiny_llama(dtype=torch.bfloat16)
+    data = random_tokens(16, 20)
     found = lsim.analyze(model, data, cls())[cls.name]
     assert found.provenance.dtype == "torch.bfloat16"
     assert found.values.dtype == torch.float64

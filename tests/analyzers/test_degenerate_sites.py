@@ -59,7 +59,8 @@ def test_cka_of_a_site_at_which_all_samples_are_the_same_is_nan(dtype, estimator
 
 
 def test_cka_between_two_models_is_nan_in_the_row_of_the_one_site():
-    x, y = with_same_samples(), residuals(5, layers=3, tokens=120)
+    x = with_same_samples()
+    y = residuals(5, layers=3, tokens=120)
     kernel = lsim.CKA().kernel(Sums())
 
     sums = Sums.of(kernel(view(x, rows=8), view(y, rows=8)))
@@ -178,7 +179,8 @@ def test_a_zero_residual_and_a_flat_path_are_left_out_of_what_they_do_not_define
 
 @pytest.mark.filterwarnings("ignore:`labels` has 40 rows")
 def test_neural_collapse_names_the_site_where_all_classes_have_one_mean():
-    x, label = residuals(0), torch.arange(40) % 2
+    x = residuals(0)
+    label = torch.arange(40) % 2
     x[0] = SAME
     with pytest.warns(lsim.LayersimWarning, match=f"NC1 is not defined at {FIRST}, and NaN there"):
         found = from_views(

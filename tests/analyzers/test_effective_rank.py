@@ -93,7 +93,8 @@ def test_rows_as_samples(pool):
 
 
 def test_sites_of_different_widths_have_spectra_of_their_own():
-    model, tokens = tiny_llama(), random_tokens(4, 30)
+    model = tiny_llama()
+    tokens = random_tokens(4, 30)
     at = ["blocks.0.hook_resid_post", "blocks.0.mlp.hook_post"]
     together = lsim.analyze(model, tokens, lsim.EffectiveRank(), at=at)["effective_rank"]
     widths = []
@@ -170,7 +171,8 @@ def test_the_headline_names_the_lowest_rank():
     x = np.concatenate([residuals(0), residuals(0)[:1] * [1, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01], residuals(0)[:1]])
     found = from_views(lsim.EffectiveRank(), [view(x)])
     headline = found.headline()
-    low, last = float(found.values[4]), float(found.values[5])
+    low = float(found.values[4])
+    last = float(found.values[5])
     assert headline["lowest effective rank, at blocks.3.hook_resid_post"] == low
     assert headline["Effective rank at the last site"] == last
     assert low < last

@@ -100,10 +100,12 @@ def test_null_values_are_those_of_exchanged_rows(name, two):
 
 def test_training_and_held_out_rows_are_exchanged_among_themselves():
     count = sum(LENGTHS)
-    a, b = ragged(residuals(0, layers=2, tokens=count)), ragged(residuals(1, layers=2, tokens=count, width=5))
+    a = ragged(residuals(0, layers=2, tokens=count))
+    b = ragged(residuals(1, layers=2, tokens=count, width=5))
     found = computed(lsim.LinearPredictivity(permutations=23, ridge=1.0, **SPLIT), a, b)
     out = oracles.held_out_rows(len(LENGTHS), 0.5, 0)
-    known, grids = samples_of(a, False), []
+    known = samples_of(a, False)
+    grids = []
     for held in (False, True):
         index = torch.tensor([i for i, row in enumerate(known.row.tolist()) if out[row] is held])
         grids.append(index[draw_grid(known.select(index), 64 * len(index), 0, 1, 1)])
@@ -166,7 +168,8 @@ def test_a_result_does_not_depend_on_the_rows_of_a_forward_pass(analyzer):
 
 
 def test_a_longer_run_of_rows_has_more_pools():
-    model, rows = tiny_llama(), random_tokens(40, 32)
+    model = tiny_llama()
+    rows = random_tokens(40, 32)
     found = lsim.analyze(model, rows, lsim.CKA())["cka"]
     # 16 rows of 32 tokens are two minibatches; the last eight rows are one.
     assert (found.minibatches, found.samples) == (5, 1280)
@@ -214,7 +217,8 @@ def test_minibatches_are_whole():
 
 
 def test_permutations_follow_their_key_and_grow_by_more():
-    few, more = draw_permutations(3, 8, 5), draw_permutations(6, 8, 5)
+    few = draw_permutations(3, 8, 5)
+    more = draw_permutations(6, 8, 5)
     assert torch.equal(few, more[:3])
     assert all(sorted(one.tolist()) == list(range(8)) for one in more)
     assert len({tuple(one.tolist()) for one in more}) == 6
@@ -227,7 +231,8 @@ def test_models_that_are_apart_give_what_they_give_together(make):
     """From statistics of each, as of models on servers."""
     count = sum(LENGTHS)
     for analyzer in (make(permutations=20), make(minibatch=20), make(permutations=20, unit="token")):
-        a, b = ragged(residuals(0, tokens=count)), ragged(residuals(1, layers=3, tokens=count, width=5))
+        a = ragged(residuals(0, tokens=count))
+        b = ragged(residuals(1, layers=3, tokens=count, width=5))
         exchange = analyzer.exchange()
         joined = exchange.join(*(exchange.prepare(exchange.kernel(one)) for one in (a, b)))
         together = analyzer.kernel(Sums())(a, b)
@@ -254,7 +259,8 @@ def test_what_crosses_between_models_is_as_large_as_was_said():
 @pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_compare_and_compare_grid_exchange_the_same_rows():
     models = {"a": tiny_llama(), "b": tiny_llama(seed=1), "c": tiny_llama(seed=2)}
-    rows, analyzer = random_tokens(8, 16), lsim.CKA(permutations=40)
+    rows = random_tokens(8, 16)
+    analyzer = lsim.CKA(permutations=40)
     grid = lsim.compare_grid(models, lsim.Data(rows, batch_size=2), analyzer)
     null = ("observed", "calibrated", "p_values", "null_mean", "null_threshold", "max_p_value")
     for pair in (("a", "b"), ("a", "c")):
@@ -269,7 +275,8 @@ def test_compare_and_compare_grid_exchange_the_same_rows():
 
 
 def test_related_layers_stand_out():
-    model, rows = tiny_llama(), random_tokens(32, 20)
+    model = tiny_llama()
+    rows = random_tokens(32, 20)
     related = lsim.analyze(model, rows, [lsim.CKA(permutations=99)])["cka"]
     assert torch.equal(related.p_values, related.p_values.T)
     assert bool((related.p_values.diagonal(1) == 0.01).all())

@@ -20,7 +20,8 @@ UNEQUAL = [[2, 2], [1, 3], [3, 1], [2, 1]]
 # The null leaves out the third text, without which the others have four positions in common.
 ONE_SHORT = [[2, 2], [2, 2], [1], [2, 2], [3, 2]]
 TEXTS = {"equal": EQUAL, "unequal": UNEQUAL, "one short": ONE_SHORT}
-SITES, WIDTH = 3, 5
+SITES = 3
+WIDTH = 5
 # All tokens are in one minibatch.
 ALL = 64
 # Random orders; fewer for measures that compute each of them.
@@ -69,11 +70,14 @@ def test_the_formula_of_the_docs_is_the_mean_over_tuples_of_distinct_texts(centr
     generator = np.random.default_rng(0)
     x, y = (3 + generator.normal(size=(len(text), WIDTH)) for _ in range(2))
     if centred:
-        x, y = x - x.mean(0), y - y.mean(0)
+        x = x - x.mean(0)
+        y = y - y.mean(0)
     k, m = (z @ z.T * (text[:, None] != text) for z in (x, y))
     member = (text[:, None] == np.arange(5)).astype(float)
-    one, ones = np.ones(len(text)), np.ones(5)
-    r, s = member.T @ k @ member, member.T @ m @ member
+    one = np.ones(len(text))
+    ones = np.ones(5)
+    r = member.T @ k @ member
+    s = member.T @ m @ member
     counts = member.sum(0)
     total = counts.sum()
     pairs = sum(a * (total - a) for a in counts)

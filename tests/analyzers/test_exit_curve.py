@@ -60,7 +60,8 @@ def test_thresholds():
 
 
 def test_accuracy_is_of_the_positions_with_a_target():
-    x, labels = residuals(6, tokens=30), torch.full((30,), NO_LABEL)
+    x = residuals(6, tokens=30)
+    labels = torch.full((30,), NO_LABEL)
     labels[2::4] = 0
     labels[::4] = torch.tensor([one[-1]["said"] for one in oracles.lens_by_token([x], [None] * 30)])[::4]
     levels = (0.5, 1.0)
@@ -215,7 +216,8 @@ def test_replicates_have_halves_of_their_own():
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_packed_rows_are_halved_by_their_tokens():
-    model, texts = tiny_llama(), [" ".join(f"w{t}" for t in row.tolist()) for row in random_tokens(40, 9)]
+    model = tiny_llama()
+    texts = [" ".join(f"w{t}" for t in row.tolist()) for row in random_tokens(40, 9)]
     model.tokenizer = tiny_tokenizer()
     found = [
         lsim.analyze(model, lsim.Data(texts, pack=True, seq_len=12, batch_size=size), lsim.ExitCurve())["exit_curve"]

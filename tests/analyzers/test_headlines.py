@@ -47,7 +47,8 @@ def test_the_headline_of_cka():
 
 
 def exit_result(agreement: list[float], thresholds: tuple[float, ...]) -> ExitCurveResult:
-    run, count = layer_run(4), len(thresholds)
+    run = layer_run(4)
+    count = len(thresholds)
     return ExitCurveResult(
         values=torch.ones(count, 3, dtype=torch.float64),
         accuracy=torch.arange(count, dtype=torch.float64) / 10,
@@ -163,7 +164,8 @@ def over_pairs(matrix: np.ndarray, which: Callable[[int, int], bool]) -> float:
 def test_the_headline_is_of_pairs_of_different_blocks(normalize):
     found = measured(normalize)
     own = 1.0 if normalize else 0.0
-    values, null = own - found.values.numpy(), own - found.null.numpy()
+    values = own - found.values.numpy()
+    null = own - found.null.numpy()
     expected = [
         over_pairs(values, lambda a, b: a != b),
         over_pairs(null, lambda a, b: a != b),
@@ -190,7 +192,8 @@ def test_means_of_each_k(normalize):
     found = measured(normalize)
     own = 1.0 if normalize else 0.0
     for number, k in enumerate((3, 2)):
-        values, null = found.by_k[number].numpy(), found.null_by_k[number].numpy()
+        values = found.by_k[number].numpy()
+        null = found.null_by_k[number].numpy()
         for field, matrix in {"values": values, "null": null, "coupling": own - values, "null_coupling": own - null}.items():
             assert found.mean(field, k) == pytest.approx(over_pairs(matrix, lambda a, b: a != b), rel=1e-12)
     assert found.mean("std") == pytest.approx(over_pairs(found.std.numpy(), lambda a, b: a != b))

@@ -50,7 +50,8 @@ def test_every_layer_is_read_by_its_own_head(name, norm):
 
 @pytest.mark.parametrize("memory", [0.01, 0.05, 128])
 def test_memory_for_logits_changes_no_number(memory):
-    heads, one = random_heads(), view(residuals(tokens=40))
+    heads = random_heads()
+    one = view(residuals(tokens=40))
     for cls in (lsim.LogitLens, lsim.Saturation):
         found = from_views(cls(heads=heads, lens_memory_mb=memory), [replace(one, memo={})])
         assert worst(found, from_views(cls(heads=heads), [replace(one, memo={})])) < 1e-9
@@ -60,7 +61,8 @@ def test_memory_for_logits_changes_no_number(memory):
 def test_lenses_of_one_run_do_not_take_the_logits_of_other_heads():
     """In one run logits are shared, by analyzers with the same heads alone."""
     data = residuals(tokens=25)
-    first, second = random_heads(seed=1), random_heads(seed=2)
+    first = random_heads(seed=1)
+    second = random_heads(seed=2)
     one = view(data)
     from tl_layersim.activations.view import reduce
 
@@ -86,9 +88,11 @@ def test_ties_go_to_the_lowest_id():
 def test_padding_does_not_matter(name):
     heads = random_heads(2, 100, 32, dtype=torch.float32)
     rows = [random_tokens(1, length, seed=length)[0] for length in (9, 4, 6)]
-    tokens, mask = torch.full((3, 12), 5), torch.zeros(3, 12, dtype=torch.int64)
+    tokens = torch.full((3, 12), 5)
+    mask = torch.zeros(3, 12, dtype=torch.int64)
     for i, row in enumerate(rows):
-        tokens[i, 12 - len(row) :], mask[i, 12 - len(row) :] = row, 1
+        tokens[i, 12 - len(row) :] = row
+        mask[i, 12 - len(row) :] = 1
     analyzer = ANALYZERS[name](heads=heads)
     plain = lsim.analyze(tiny_llama(), rows, analyzer)[name]
     assert worst(plain, lsim.analyze(tiny_llama(), {"input_ids": tokens, "attention_mask": mask}, analyzer)[name]) == 0
@@ -111,7 +115,8 @@ def test_heads_in_half_precision_and_of_another_dtype_than_the_model():
 
 
 def test_scale_and_soft_cap_apply_to_own_heads():
-    data, heads = residuals(tokens=9), random_heads()
+    data = residuals(tokens=9)
+    heads = random_heads()
     head = own_head()
     capped = Unembed(head.norm, head.parts, "every", 0.5, 3.0, torch.float64, None, head.linear)
     found = from_views(lsim.LogitLens(heads=heads), [view(data, unembed=capped)])
@@ -133,7 +138,8 @@ def test_the_result_says_which_heads_read_it():
 
 @each_lens
 def test_heads_of_another_model_are_refused(name):
-    cls, tokens = ANALYZERS[name], random_tokens(2, 8)
+    cls = ANALYZERS[name]
+    tokens = random_tokens(2, 8)
     for heads, says in (
         (random_heads(3, 100, 32), r"`heads`.* 3 .* 2\b"),
         (random_heads(2, 100, 16), r"`heads`.*\(2, 100, 16\)"),
@@ -171,7 +177,8 @@ def test_a_file_stands_for_the_heads(tmp_path):
 
 
 def test_a_checkpoint_of_other_heads_is_refused(tmp_path):
-    tokens, path = random_tokens(4, 8), tmp_path / "run.safetensors"
+    tokens = random_tokens(4, 8)
+    path = tmp_path / "run.safetensors"
     heads = random_heads(2, 100, 32, dtype=torch.float32)
     first = lsim.analyze(tiny_llama(), tokens, lsim.LogitLens(heads=heads), checkpoint=path)["logit_lens"]
     again = lsim.analyze(tiny_llama(), tokens, lsim.LogitLens(heads=heads), checkpoint=path)["logit_lens"]
@@ -183,7 +190,9 @@ def test_a_checkpoint_of_other_heads_is_refused(tmp_path):
 
 
 def test_attach_reads_each_layer_by_its_own_head():
-    model, tokens, heads = tiny_llama(), random_tokens(3, 9), random_heads(2, 100, 32, dtype=torch.float32)
+    model = tiny_llama()
+    tokens = random_tokens(3, 9)
+    heads = random_heads(2, 100, 32, dtype=torch.float32)
     with lsim.attach(model, lsim.LogitLens(heads=heads)) as probe:
         model(tokens)
     expected = lsim.analyze(model, lsim.Data(tokens, prepend_bos=False), lsim.LogitLens(heads=heads))["logit_lens"]
@@ -193,7 +202,8 @@ def test_attach_reads_each_layer_by_its_own_head():
 def test_models_of_nnsight_read_the_same():
     from ..training.helpers import traced
 
-    tokens, heads = random_tokens(3, 9), random_heads(2, 100, 32, dtype=torch.float32)
+    tokens = random_tokens(3, 9)
+    heads = random_heads(2, 100, 32, dtype=torch.float32)
     analyzers = [lsim.LogitLens(heads=heads), lsim.Saturation(heads=heads)]
     plain, found = (lsim.analyze(model, lsim.Data(tokens, prepend_bos=False), analyzers) for model in (tiny_llama(), traced()))
     assert max(worst(plain[name], found[name]) for name in plain) < 1e-6

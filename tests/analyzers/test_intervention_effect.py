@@ -49,7 +49,8 @@ def edited_in_nnsight(model, scale=0.0):
 def test_it_equals_an_oracle_of_plain_hooks():
     clean = tiny_llama()
     edited = without_mlp(clean)
-    (x, z), (y, w) = read(clean), read(edited)
+    x, z = read(clean)
+    y, w = read(edited)
     expected = oracles.effect(x, y, z, w)
     result = lsim.compare(clean, edited, DATA, lsim.InterventionEffect())
     assert result.positions == result.provenance.tokens == int(COUNTED.sum())
@@ -128,7 +129,8 @@ def test_tokens_that_are_zero_have_no_relative_change():
 
 
 def test_one_model_is_refused():
-    model, analyzer = tiny_llama(), lsim.InterventionEffect()
+    model = tiny_llama()
+    analyzer = lsim.InterventionEffect()
     for call in (lambda: lsim.analyze(model, TOKENS, analyzer), lambda: lsim.attach(model, analyzer)):
         with pytest.raises(lsim.LayersimError, match=r"InterventionEffect.*compare\("):
             call()
@@ -143,7 +145,8 @@ def test_another_model_is_refused():
 
 @pytest.mark.parametrize("part", ["model.norm", "lm_head"])
 def test_an_edit_that_the_lens_does_not_follow_is_refused(part):
-    clean, edited = tiny_llama(), tiny_llama()
+    clean = tiny_llama()
+    edited = tiny_llama()
     edited.get_submodule(part).register_forward_hook(lambda _module, _args, output: 0.5 * output)
     with pytest.raises(lsim.LayersimError, match="logit lens"):
         lsim.compare(clean, edited, DATA, lsim.InterventionEffect())

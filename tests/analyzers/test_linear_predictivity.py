@@ -37,14 +37,16 @@ def test_between_two_models_of_other_width_and_depth(ridge, widths):
         np.testing.assert_allclose(getattr(found, field), value, atol=1e-9, err_msg=field)
     out = 3 * sum(oracles.held_out_rows(40))
     assert (found.samples, found.held_out_samples) == (120 - out, out)
-    turned, other = found.transposed(), between(lsim.LinearPredictivity(ridge=ridge), ys, xs)
+    turned = found.transposed()
+    other = between(lsim.LinearPredictivity(ridge=ridge), ys, xs)
     for field in expected:
         np.testing.assert_allclose(getattr(turned, field), getattr(other, field), atol=1e-9, err_msg=field)
     assert (turned.layers, turned.column_layers) == (other.layers, other.column_layers)
 
 
 def test_the_r2_is_that_of_scikit_learn():
-    x, y = residuals(0, tokens=80, width=6)[1], residuals(0, tokens=80, width=4)[2] + 0.3 * residuals(1, tokens=80, width=4)[1]
+    x = residuals(0, tokens=80, width=6)[1]
+    y = residuals(0, tokens=80, width=4)[2] + 0.3 * residuals(1, tokens=80, width=4)[1]
     out = np.array(oracles.held_out_rows(80))
     found = between(lsim.LinearPredictivity(ridge=0.05), [x[None]], [y[None]])
     # scikit-learn's penalty is of the sum of squares.
@@ -90,7 +92,8 @@ def test_in_sample_least_squares_is_the_r2_of_kornblith(widths):
     xs = [residuals(seed, tokens=30, width=widths[0]) for seed in range(2)]
     ys = [residuals(seed + 9, layers=3, tokens=30, width=widths[1]) + x[:3, :, :1] for seed, x in enumerate(xs)]
     found = between(lsim.LinearPredictivity(ridge=0, test_fraction=0), xs, ys)
-    x, y = np.concatenate(xs, 1), np.concatenate(ys, 1)
+    x = np.concatenate(xs, 1)
+    y = np.concatenate(ys, 1)
     expected = [[oracles.in_sample_r2(row, column) for column in y] for row in x]
     np.testing.assert_allclose(found.values, expected, atol=1e-9)
     expected = [[oracles.in_sample_r2(column, row) for column in y] for row in x]
@@ -145,7 +148,8 @@ def test_a_known_r2():
 
 def test_invariances():
     rng = np.random.default_rng(0)
-    x, y = residuals(0, tokens=90), residuals(3, tokens=90) + 0.5 * residuals(0, tokens=90)
+    x = residuals(0, tokens=90)
+    y = residuals(3, tokens=90) + 0.5 * residuals(0, tokens=90)
     plain = between(lsim.LinearPredictivity(), [x], [y])
     stretch = rng.uniform(0.1, 10, size=8)
     for turn, of_x, of_y in (
@@ -178,7 +182,8 @@ def test_a_linear_map_is_predicted_in_both_directions():
 
 def test_a_nuisance_dimension_of_any_size_costs_little():
     rng = np.random.default_rng(0)
-    x, noise = rng.normal(size=(1, 300, 20)), rng.normal(size=(1, 300, 1))
+    x = rng.normal(size=(1, 300, 20))
+    noise = rng.normal(size=(1, 300, 1))
     y = x @ rng.normal(size=(20, 5)) + rng.normal(size=(1, 300, 5))
     alone = float(between(lsim.LinearPredictivity(), [x], [y]).values)
     assert alone > 0.9

@@ -31,7 +31,8 @@ def planted(classes: int, per_class: int = 30, width: int = 6, spread: float = 1
 
 def of(x: np.ndarray, label: np.ndarray, **options) -> LinearProbeResult:
     """The probe of samples that are rows of their own."""
-    labels, row = torch.as_tensor(label), torch.arange(len(label))
+    labels = torch.as_tensor(label)
+    row = torch.arange(len(label))
     views = [
         view(x[:, part], row=row[part], labels=labels[part]) for part in np.array_split(np.arange(len(label)), 3) if len(part)
     ]
@@ -79,7 +80,8 @@ def test_weights_and_offsets_are_those_of_scikit_learn():
     from sklearn.linear_model import Ridge
 
     x, label = planted(3)
-    rows, onehot = torch.as_tensor(x[0]), torch.nn.functional.one_hot(torch.as_tensor(label)).double()
+    rows = torch.as_tensor(x[0])
+    onehot = torch.nn.functional.one_hot(torch.as_tensor(label)).double()
     weight, offset = ridge_probe(rows.T @ rows, onehot.T @ rows, onehot.sum(0).long(), 0.1)
     spread = x[0].std(0)
     fitted = Ridge(alpha=0.1 * len(label)).fit(x[0] / spread, onehot.numpy())
@@ -89,7 +91,8 @@ def test_weights_and_offsets_are_those_of_scikit_learn():
 
 def test_a_dimension_without_spread_has_no_weight():
     """Beside a mean of 1, a variance of 1e-14 is what rounding left."""
-    covariance, mean = torch.diag(torch.tensor([4.0, 1e-14]).double()), torch.tensor([0.0, 1.0]).double()
+    covariance = torch.diag(torch.tensor([4.0, 1e-14]).double())
+    mean = torch.tensor([0.0, 1.0]).double()
     weights = ridge_weights(covariance, torch.tensor([[2.0], [1e-7]]).double(), mean, 1.0)
     np.testing.assert_allclose(weights, [[2 / 4 / (1 + 1.0)], [0]], atol=1e-12)
 
@@ -232,7 +235,8 @@ def test_rows_from_a_number_on_are_held_out():
 
 
 def test_every_position_of_a_row_is_on_one_side():
-    model, tokens = tiny_llama(), random_tokens(20, 9)
+    model = tiny_llama()
+    tokens = random_tokens(20, 9)
     label = torch.arange(20) % 2
     found = lsim.analyze(model, tokens, lsim.LinearProbe(labels=label))["linear_probe"]
     out = sum(oracles.held_out_rows(20))
@@ -246,7 +250,8 @@ def test_every_position_of_a_row_is_on_one_side():
 @pytest.mark.light("mean", "all")
 @pytest.mark.parametrize("positions", ["last", "mean", "all"])
 def test_it_is_that_of_activations_that_the_test_reads(positions):
-    model, rows = tiny_llama(dtype=torch.float64), [random_tokens(1, 4 + n % 5, seed=n)[0] for n in range(40)]
+    model = tiny_llama(dtype=torch.float64)
+    rows = [random_tokens(1, 4 + n % 5, seed=n)[0] for n in range(40)]
     label = [int(row[-1]) % 3 for row in rows]
     found = lsim.linear_probe(model, lsim.Data(rows, positions=positions, batch_size=7), lsim.LinearProbe(labels=label))
     states = [hidden_states(model, row) for row in rows]
@@ -260,7 +265,8 @@ def test_it_is_that_of_activations_that_the_test_reads(positions):
 
 @pytest.mark.parametrize(("at", "per_head"), [("z", True), (["mlp_post", "attn_out"], False)])
 def test_heads_and_sites_of_different_widths(at, per_head):
-    model, tokens = tiny_llama(dtype=torch.float64), random_tokens(30, 6)
+    model = tiny_llama(dtype=torch.float64)
+    tokens = random_tokens(30, 6)
     label = tokens[:, 2] % 3
     found = lsim.linear_probe(model, tokens, lsim.LinearProbe(labels=label), at=at, per_head=per_head)
     table = lsim.sites(model)
@@ -285,7 +291,8 @@ def test_half_precision_activations_are_summed_in_float64():
 
 
 def test_a_run_resumes_to_the_same_numbers(tmp_path):
-    model, tokens = tiny_llama(), random_tokens(30, 6)
+    model = tiny_llama()
+    tokens = random_tokens(30, 6)
     probe = lsim.LinearProbe(labels=tokens[:, 1] % 2)
     whole = lsim.analyze(model, lsim.Data(tokens, batch_size=4), probe)["linear_probe"]
 
@@ -330,7 +337,8 @@ def test_options_are_checked_when_they_are_written(options, says):
 
 
 def test_what_it_cannot_do_is_refused():
-    model, tokens = tiny_llama(), random_tokens(12, 5)
+    model = tiny_llama()
+    tokens = random_tokens(12, 5)
     halves = torch.arange(12) % 2
     calls = {
         "0 held-out samples": {"analyzers": lsim.LinearProbe(labels=halves, first_test_row=12)},
@@ -368,7 +376,8 @@ def test_packed_texts_are_refused():
 
 
 def test_one_sample_in_a_batch_and_inputs_without_tokens():
-    model, x = VectorModel(), torch.randn(60, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    model = VectorModel()
+    x = torch.randn(60, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     opened = lsim.open_model(model, layers=["steps.0", "steps.1", "steps.2"])
     probe = lsim.LinearProbe(labels=(x[:, 0] > 0).long())
     alone = lsim.linear_probe(opened, lsim.Data({"x": x}, batch_size=1), probe)
@@ -386,7 +395,8 @@ def test_the_figure_has_the_most_frequent_class_as_a_line_and_the_headline_says_
     assert line.name == f"most frequent class in training: {float(found.majority):.4g}"
     # The vertical axis names the curve.
     assert curve.showlegend is False
-    train, test = int(found.samples.sum()), int(found.test_samples.sum())
+    train = int(found.samples.sum())
+    test = int(found.test_samples.sum())
     words = f"{train} training and {test} held-out samples, 3 classes (chance:\u00a00.333)"
     assert words in found.plot().layout.title.subtitle.text.replace("<br>", " ")
     assert len(found.plot("train_accuracy").data) == 1

@@ -18,7 +18,8 @@ from ..models.tiny_models import hidden_states, random_tokens, tiny_llama, tiny_
 from ..models.wrapped_models import bridge, nnsight
 from ..running.options import called
 
-ROWS, TEST = 30, 12
+ROWS = 30
+TEST = 12
 PROBES = {"ridge": lsim.LinearProbe, "logistic": lsim.LogisticProbe}
 
 
@@ -78,7 +79,8 @@ def test_held_out_data_of_its_own(kind, tokens, classes):
     data, test = (KINDS[kind](tokens[part], classes[part]) for part in (slice(0, ROWS), slice(ROWS, None)))
     read = lsim.Data(data, positions="last", batch_size=8, prepend_bos=False)
     found = lsim.linear_probe(model, read, test_data=test)
-    x, classes = last_states(model, tokens), classes.tolist()
+    x = last_states(model, tokens)
+    classes = classes.tolist()
     scores = [oracles.ridge_scores(layer[:ROWS], np.array(classes[:ROWS]), layer, [0, 1, 2], 0.1) for layer in x]
     expected = [np.mean(score[ROWS:].argmax(1) == classes[ROWS:]) for score in scores]
     np.testing.assert_allclose(found.accuracy, expected)
@@ -90,7 +92,8 @@ def test_held_out_data_of_its_own(kind, tokens, classes):
 def test_data_sets_and_images_are_held_out_data_too():
     import datasets
 
-    model, label = pair_bert(), [0, 1, 1, 0, 1, 0]
+    model = pair_bert()
+    label = [0, 1, 1, 0, 1, 0]
     rows = [{name: values[n].tolist() for name, values in pair_data().items()} | {"label": label[n]} for n in range(6)]
     whole = lsim.linear_probe(model, lsim.Data(rows[:4], positions="mean"), test_data=rows[4:])
     sets = (datasets.Dataset.from_list(part) for part in (rows[:4], rows[4:]))
@@ -165,7 +168,8 @@ def test_equal_samples_are_named_by_logistic_regression_too(llama, tokens, class
 @pytest.mark.parametrize("method", ["ridge", "logistic"])
 @pytest.mark.parametrize("make", [lambda: bridge(tiny_llama()), lambda: nnsight(tiny_llama())], ids=["bridge", "nnsight"])
 def test_other_sources_give_one_answer(make, method, llama, tokens):
-    probe, data = PROBES[method](labels=tokens[:, -1] % 2), lsim.Data(tokens, positions="last")
+    probe = PROBES[method](labels=tokens[:, -1] % 2)
+    data = lsim.Data(tokens, positions="last")
     found = lsim.linear_probe(make(), data, probe)
     np.testing.assert_allclose(found.confusion, lsim.linear_probe(llama, data, probe).confusion)
 

@@ -31,7 +31,8 @@ def built(name: str):
 @pytest.mark.parametrize("name", ["llama", "gpt2", "neox", "gemma3", "opt", "phi", "falcon", "bloom", "gptj", "mpt", "qwen2"])
 def test_terms_add_up_to_the_logit_of_the_model(name):
     """Norms with and without centring, weight and bias; heads with and without bias; parallel and sequential blocks."""
-    model, tokens = built(name), random_tokens(3, 9)
+    model = built(name)
+    tokens = random_tokens(3, 9)
     with torch.no_grad():
         logits = model(tokens).logits.double()
     of_next = logits[:, :-1].gather(-1, tokens[:, 1:, None]).mean()
@@ -50,7 +51,8 @@ def test_terms_add_up_to_the_logit_of_the_model(name):
 
 def test_a_layer_norm_with_weight_and_bias_equals_the_formula():
     """By hooks of the test's own on a GPT-2, in float64, with the embedding taken from the input of block 0."""
-    model, row = lively(tiny_gpt2()).double(), random_tokens(1, 7)[0]
+    model = lively(tiny_gpt2()).double()
+    row = random_tokens(1, 7)[0]
     seen: list[torch.Tensor] = []
     blocks = model.transformer.h
     handles = [blocks[0].register_forward_pre_hook(lambda m, a: seen.append(a[0][0, -1]))]
@@ -78,7 +80,8 @@ def test_a_layer_norm_with_weight_and_bias_equals_the_formula():
 def test_attributions_equal_those_of_transformer_lens(make):
     from transformer_lens.tools.analysis import direct_logit_attribution
 
-    wrapped, tokens = bridge(lively(make())), random_tokens(1, 9)
+    wrapped = bridge(lively(make()))
+    tokens = random_tokens(1, 9)
     before = attributed(wrapped, lsim.Data(tokens, positions="last"), 7, 9)
     wrapped.enable_compatibility_mode(disable_warnings=True)
     theirs = direct_logit_attribution(wrapped, tokens, answer_tokens=7, incorrect_tokens=9)
@@ -128,7 +131,8 @@ def test_text_intervals_files_and_figures(tmp_path):
 
 
 def test_a_probe_and_a_decoder_of_two_stacks():
-    model, tokens = lively(tiny_llama()), random_tokens(3, 9)
+    model = lively(tiny_llama())
+    tokens = random_tokens(3, 9)
     with torch.no_grad(), lsim.attach(model, lsim.LogitAttribution(5)) as probe:
         model(tokens)
     torch.testing.assert_close(probe.results()["logit_attribution"].values, attributed(model, tokens, 5).values)
@@ -175,7 +179,8 @@ def test_tails_that_are_not_a_norm_and_a_linear_layer_are_refused():
 
 
 def test_tokens_that_are_missing_or_none_are_refused():
-    model, tokens = tiny_llama(), random_tokens(2, 9)
+    model = tiny_llama()
+    tokens = random_tokens(2, 9)
     with pytest.raises(lsim.LayersimError, match=r"`target` has the id 100"):
         attributed(model, tokens, 100)
     with pytest.raises(lsim.LayersimError, match=r"`against` is 'w3'.*tokenizer"):

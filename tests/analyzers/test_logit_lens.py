@@ -25,7 +25,8 @@ def test_the_lens_of_a_whole_model_equals_its_oracle(make, norm):
     logits = by_hand(model, states, norm == "final")
     table = [[oracles.softmax(z[t]) for z in logits] for t in range(states.shape[1])]
     found = lsim.analyze(model, lsim.Data(rows, batch_size=1), [lsim.LogitLens(norm=norm), lsim.Saturation(norm=norm)])
-    lens, saturation = found["logit_lens"], found["saturation"]
+    lens = found["logit_lens"]
+    saturation = found["saturation"]
     known = [t for t in range(len(targets)) if targets[t] is not None]
     for layer in range(len(logits)):
         cross_entropy = -np.mean([np.log(table[t][layer][targets[t]]) for t in known])
@@ -62,7 +63,8 @@ def test_one_lens_serves_all_who_ask():
     """Three analyzers in one run ask the head as often as one."""
 
     def calls(analyzers) -> int:
-        model, count = tiny_llama(), []
+        model = tiny_llama()
+        count = []
         head = model.lm_head
 
         class Counting(torch.nn.Module):
@@ -138,7 +140,8 @@ def test_a_grid_as_a_table():
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_measures_that_need_no_target_are_the_same_without_targets(tmp_path):
-    model, tokens = tiny_llama(), random_tokens(3, 12)
+    model = tiny_llama()
+    tokens = random_tokens(3, 12)
     with_targets, without = (
         lsim.analyze(model, tokens, [lsim.LogitLens(labels=labels), lsim.ExitCurve(labels=labels)])
         for labels in ("next_token", "none")
@@ -167,7 +170,8 @@ class Watched:
     """An unembedding that remembers how many bytes of logits it gave at once."""
 
     def __init__(self, unembed) -> None:
-        self.unembed, self.sizes = unembed, []
+        self.unembed = unembed
+        self.sizes = []
 
     def __getattr__(self, name):
         return getattr(self.unembed, name)
@@ -187,7 +191,8 @@ def test_no_more_logits_are_made_at_once_than_memory_was_given_for(analyzer):
         from_views(analyzer(lens_memory_mb=megabytes), [view(x, unembed=watched)])
         return watched.sizes
 
-    few, many = sizes(0.05), sizes(10)
+    few = sizes(0.05)
+    many = sizes(10)
     assert max(few) <= 0.05 * 2**20
     # Yet more than half of it: chunks are as large as they may be.
     assert max(few) > 0.025 * 2**20
@@ -215,7 +220,8 @@ def test_results_do_not_depend_on_the_memory():
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_what_is_saved_can_be_resumed(tmp_path):
-    model, tokens = tiny_llama(), random_tokens(12, 9)
+    model = tiny_llama()
+    tokens = random_tokens(12, 9)
     every = [lsim.LogitLens(), lsim.Saturation(center="dataset"), lsim.ExitCurve(), lsim.Trajectory(), lsim.NeuralCollapse()]
     whole = lsim.analyze(model, lsim.Data(tokens, batch_size=3), every)
 
@@ -260,7 +266,8 @@ def test_a_layer_that_excludes_what_the_last_allows_is_infinitely_far():
 
 def test_what_is_shared_is_what_each_would_find_alone():
     """More ranks than another asked for, another norm, other labels: none of them is taken from what is not theirs."""
-    model, tokens = lively(tiny_llama()), random_tokens(4, 12)
+    model = lively(tiny_llama())
+    tokens = random_tokens(4, 12)
     every = [lsim.ExitCurve(), lsim.LogitLens(top_k=(1, 20), norm="none"), lsim.Saturation(norm="none")]
     together = lsim.analyze(model, tokens, every)
     swapped = lsim.analyze(model, tokens, [lsim.ExitCurve(), lsim.LogitLens(top_k=(1, 20)), lsim.Saturation()])
@@ -278,6 +285,7 @@ def test_a_later_token_with_low_logits_is_read_as_well_as_the_first():
     logits = rng.normal(size=(5, 3, 200))
     low = logits.copy()
     low[1:] -= 101
-    exact, found = read_logits(logits, torch.arange(5)), read_logits(low.astype(np.float32), torch.arange(5))
+    exact = read_logits(logits, torch.arange(5))
+    found = read_logits(low.astype(np.float32), torch.arange(5))
     for name in ("best_prob", "target_log_prob", "entropy", "kl"):
         np.testing.assert_allclose(found[name], exact[name], atol=2e-4, err_msg=name)

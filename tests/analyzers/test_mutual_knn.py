@@ -47,7 +47,8 @@ def by_neighbours(overlap, x, y, k, text):
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("overlap", ["jaccard", "cycle", "cknna"])
 def test_other_overlaps_equal_their_oracles(overlap, rows):
-    x, y = residuals(0, layers=2, tokens=16), residuals(1, layers=3, tokens=16, width=5) + residuals(0, tokens=16)[:1, :, :5]
+    x = residuals(0, layers=2, tokens=16)
+    y = residuals(1, layers=3, tokens=16, width=5) + residuals(0, tokens=16)[:1, :, :5]
     analyzer = lsim.MutualKNN(k=4, overlap=overlap)
     views = [view(z, rows=16 // rows) for z in (x, y)]
     sums = Sums.of(reduce({"k": analyzer.kernel(Sums())}, *views)[1]["k"])
@@ -72,7 +73,8 @@ def test_cycles_are_looked_up_at_the_column_site_first():
 def test_the_null_of_other_overlaps_is_that_of_exchanged_texts(overlap):
     """Five texts of two tokens have 120 orders, over all of which the mean is known."""
     rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(10, 4)), rng.normal(size=(10, 4))
+    x = rng.normal(size=(10, 4))
+    y = rng.normal(size=(10, 4))
     bank = torch.as_tensor(np.stack([x, y], 1))
     rows = [[2]] * 5
     analyzer = lsim.MutualKNN(k=3, overlap=overlap, permutations=400, minibatch=64)
@@ -92,7 +94,8 @@ def test_the_headline_names_the_overlap():
 
 def test_it_equals_scikit_learn():
     neighbors = pytest.importorskip("sklearn.neighbors")
-    x, k = residuals(0, layers=2, tokens=40), 5
+    x = residuals(0, layers=2, tokens=40)
+    k = 5
     sets = []
     for layer in x:
         unit = layer / np.linalg.norm(layer, axis=1, keepdims=True)
@@ -151,7 +154,8 @@ def test_invariances(metric, change):
 
 
 def test_the_order_of_samples_on_both_sides_changes_nothing_and_on_one_side_all():
-    x, order = residuals(0, tokens=50), np.random.default_rng(1).permutation(50)
+    x = residuals(0, tokens=50)
+    order = np.random.default_rng(1).permutation(50)
     # Equal samples too.
     x[:, 10:20] = x[:, :10]
     analyzer = lsim.MutualKNN(k=4)

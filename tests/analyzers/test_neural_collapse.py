@@ -68,7 +68,8 @@ def test_a_simplex_that_the_classifier_has_too():
 
 
 def test_nc3_equals_its_oracle():
-    (x, label), weight = planted(1.0), np.random.default_rng(3).normal(size=(6, 8))
+    (x, label) = planted(1.0)
+    weight = np.random.default_rng(3).normal(size=(6, 8))
     expected = oracles.oracle_neural_collapse([x], label.tolist(), weight=weight)
     found = of(x, label, classifier=torch.as_tensor(weight))
     np.testing.assert_allclose(found.nc3, expected["nc3"], rtol=1e-10)
@@ -94,7 +95,8 @@ def test_it_does_not_change_with_rotation_scale_and_offset():
 
 @pytest.mark.parametrize("pool", ["last", "first", "mean"])
 def test_rows_as_samples(pool):
-    model, rows = tiny_llama(), [random_tokens(1, n, seed=n)[0] for n in (9, 5, 7, 6, 8, 4)]
+    model = tiny_llama()
+    rows = [random_tokens(1, n, seed=n)[0] for n in (9, 5, 7, 6, 8, 4)]
     label = torch.tensor([0, 1, 0, 1, 1, 0])
     found = lsim.analyze(model, rows, lsim.NeuralCollapse(labels=label, pool=pool))["neural_collapse"]
     from ..models.tiny_models import hidden_states
@@ -108,7 +110,8 @@ def test_rows_as_samples(pool):
 
 
 def test_the_first_look_runs_no_model():
-    model, forwards = tiny_llama(), []
+    model = tiny_llama()
+    forwards = []
     model.model.layers[0].register_forward_hook(lambda *_: forwards.append(1))
     lsim.analyze(model, lsim.Data(random_tokens(8, 20), batch_size=4), lsim.Cosine(center="none"))
     of_one_pass = len(forwards)
@@ -124,7 +127,8 @@ def test_the_first_look_runs_no_model():
 
 
 def test_what_it_cannot_do_is_refused():
-    model, tokens = tiny_llama(), random_tokens(4, 20)
+    model = tiny_llama()
+    tokens = random_tokens(4, 20)
     for classes in (1, (), (1,), (2, 2)):
         with pytest.raises(lsim.LayersimError, match="`classes`"):
             lsim.NeuralCollapse(classes=classes)
@@ -227,7 +231,8 @@ def test_the_default_sample_is_what_the_head_reads_of_a_row(kind):
 @pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.filterwarnings("ignore:NC1 is not defined")
 def test_the_default_sample_at_other_sites_and_of_other_models():
-    tokens, label = random_tokens(8, 9), torch.tensor([0, 1] * 4)
+    tokens = random_tokens(8, 9)
+    label = torch.tensor([0, 1] * 4)
     data = {"input_ids": tokens, "labels": label}
     at_mlp = [
         lsim.analyze(bert(), data, lsim.NeuralCollapse(labels="data", pool=pool), at="mlp_out")["neural_collapse"]

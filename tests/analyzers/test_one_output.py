@@ -39,7 +39,8 @@ def test_early_exit_by_predictions_refuses_it(rule, threshold):
 
 
 def test_early_exit_by_residuals_takes_it():
-    model, inputs = pair_bert(labels=1), pair_data(ROWS)
+    model = pair_bert(labels=1)
+    inputs = pair_data(ROWS)
     exits = lsim.EarlyExit(model, 1.0, rule="cosine").logits(inputs["input_ids"], inputs["attention_mask"])
     assert exits.logits.shape == (ROWS, 1)
 
@@ -52,8 +53,10 @@ def test_training_refuses_it(objective):
 
 
 def test_the_aligned_loss_and_the_layers_of_two_models_refuse_it():
-    model, inputs = pair_bert(labels=1), pair_data(ROWS)
-    ids, mask = inputs.pop("input_ids"), inputs.pop("attention_mask")
+    model = pair_bert(labels=1)
+    inputs = pair_data(ROWS)
+    ids = inputs.pop("input_ids")
+    mask = inputs.pop("attention_mask")
     with pytest.raises(lsim.LayersimError, match=SAYS):
         lsim.training.aligned_loss(model, ids, labels=CLASSES, attention_mask=mask, inputs=inputs)
     with pytest.raises(lsim.LayersimError, match=SAYS):

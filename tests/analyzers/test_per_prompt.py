@@ -25,7 +25,8 @@ def rows() -> list[torch.Tensor]:
 def test_values_are_those_of_each_row_alone(batch_size):
     model = tiny_llama()
     report = lsim.analyze(model, lsim.Data(rows(), batch_size=batch_size), BOTH)
-    path, coupling = report["trajectory"], report["block_coupling"]
+    path = report["trajectory"]
+    coupling = report["block_coupling"]
     assert path.prompt_rows == coupling.prompt_rows == (0, 1, 2, 3, 4)
     assert path.prompt_tokens.tolist() == coupling.prompt_tokens.tolist() == list(LENGTHS)
     for number, row in enumerate(rows()):
@@ -40,7 +41,8 @@ def test_values_are_those_of_each_row_alone(batch_size):
 
 def test_prompts_can_be_correlated():
     report = lsim.analyze(tiny_llama(), rows(), BOTH)
-    lss, coupling = report["trajectory"].by_prompt(), report["block_coupling"].by_prompt()
+    lss = report["trajectory"].by_prompt()
+    coupling = report["block_coupling"].by_prompt()
     assert list(lss) == ["row 0", "row 1", "row 2", "row 3", "row 4"]
     fit = lsim.many.relate(coupling, lss)
     expected = np.corrcoef(list(coupling.values()), list(lss.values()))[0, 1] ** 2
@@ -76,7 +78,8 @@ def test_rows_without_a_value_are_not_a_number():
 
 
 def test_tokens_of_one_prompt_are_averaged():
-    model, tokens = tiny_llama(), rows()[2:]
+    model = tiny_llama()
+    tokens = rows()[2:]
     both = lsim.analyze(model, tokens, lsim.BlockCoupling(k=4, tokens=(0, -1), per_prompt=True))["block_coupling"]
     each = [
         lsim.analyze(model, tokens, lsim.BlockCoupling(k=4, tokens=(p,), per_prompt=True))["block_coupling"] for p in (0, -1)

@@ -62,7 +62,8 @@ def test_every_field_is_counted_by_hand(permutations, one_model):
 def test_it_equals_calibrated_similarity():
     other = pytest.importorskip("calibrated_similarity")
     values, null = similarities(60, 2, 3)
-    values, null = values.float(), null.float()
+    values = values.float()
+    null = null.float()
     found = result(values.double(), null.double(), one_model=False)
     numbers = torch.arange(1.0, 61)
     for a, b in itertools.product(range(2), range(3)):
@@ -105,7 +106,8 @@ def test_a_layer_that_is_not_defined_is_nan_and_no_part_of_the_maximum():
 
 def test_one_site_has_no_pair_and_so_no_maximum():
     values, null = similarities(rows=1, columns=1)
-    alone, two = result(values, null), result(values, null, one_model=False)
+    alone = result(values, null)
+    two = result(values, null, one_model=False)
     assert all(math.isnan(getattr(alone, name)) for name in ("max_value", "max_p_value", "max_calibrated"))
     assert float(two.max_value) == float(values)
 
@@ -176,7 +178,8 @@ def test_too_few_permutations_are_refused(given):
 
 def test_the_least_permutations_can_be_significant():
     assert (lsim.CKA(permutations=0).permutations, lsim.CKA(permutations=19).permutations) == (0, 19)
-    values, null = torch.ones(1, 1, dtype=torch.float64), torch.zeros(19, 1, 1, dtype=torch.float64)
+    values = torch.ones(1, 1, dtype=torch.float64)
+    null = torch.zeros(19, 1, 1, dtype=torch.float64)
     found = result(values, null, one_model=False)
     assert (float(found.p_values), float(found.calibrated)) == (0.05, 1)
 
@@ -202,7 +205,8 @@ def test_the_sums_of_the_null_must_fit_the_memory():
 
 
 def test_a_model_beside_itself_is_one_model():
-    model, other = _described(), _described()
+    model = _described()
+    other = _described()
     assert is_one_model(())
     assert is_one_model((model,))
     assert is_one_model((model, model))

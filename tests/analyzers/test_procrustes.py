@@ -34,7 +34,8 @@ def test_between_two_models_of_other_width_and_depth(widths):
 
 
 def test_the_distance_is_that_of_scipy():
-    x, y = residuals(0, tokens=30)[0], residuals(1, tokens=30)[0]
+    x = residuals(0, tokens=30)[0]
+    y = residuals(1, tokens=30)[0]
     found = between(lsim.Procrustes(), [x[None]], [y[None]])
     # scipy's disparity is 1 - s^2: it also scales the second matrix.
     disparity = scipy.spatial.procrustes(x, y)[2]
@@ -47,7 +48,8 @@ def test_the_distance_is_that_of_scipy():
 
 def test_invariances():
     rng = np.random.default_rng(0)
-    x, y = residuals(0, tokens=60), residuals(3, tokens=60) + 0.5 * residuals(0, tokens=60)
+    x = residuals(0, tokens=60)
+    y = residuals(3, tokens=60) + 0.5 * residuals(0, tokens=60)
     plain = between(lsim.Procrustes(), [x], [y]).values
     order = rng.permutation(60)
     for changed in (y @ rotation(8), 7 * y, -y, y + rng.normal(size=8)):
@@ -106,7 +108,8 @@ def test_dimensions_in_another_order_are_equal_by_permutation_and_rotations_are_
 
 
 def test_permutation_procrustes_equals_its_oracle():
-    xs, ys = residuals(0, layers=3, tokens=30, width=5), residuals(9, layers=2, tokens=30, width=5) + residuals(0, 1, 30, 5)
+    xs = residuals(0, layers=3, tokens=30, width=5)
+    ys = residuals(9, layers=2, tokens=30, width=5) + residuals(0, 1, 30, 5)
     found = between(lsim.Procrustes(alignment="permutation"), [xs], [ys])
     expected = [[oracles.permutation_similarity(x, y) for y in ys] for x in xs]
     np.testing.assert_allclose(found.values, expected, atol=1e-9)

@@ -47,7 +47,8 @@ def test_it_equals_its_oracle(kind, compare):
 
 @pytest.mark.parametrize("kind", KINDS[:3])
 def test_it_equals_scipy(kind):
-    spatial, stats = pytest.importorskip("scipy.spatial.distance"), pytest.importorskip("scipy.stats")
+    spatial = pytest.importorskip("scipy.spatial.distance")
+    stats = pytest.importorskip("scipy.stats")
     x = residuals(0, layers=2, tokens=15)
     rdms = [spatial.pdist(layer, kind) for layer in x]
     for compare, expected in (("spearman", stats.spearmanr(*rdms)[0]), ("pearson", stats.pearsonr(*rdms)[0])):
@@ -186,7 +187,8 @@ def test_invariances(kind, change):
 
 
 def test_the_order_of_samples_on_both_sides_changes_nothing_and_on_one_side_all():
-    x, order = residuals(0, tokens=30), np.random.default_rng(1).permutation(30)
+    x = residuals(0, tokens=30)
+    order = np.random.default_rng(1).permutation(30)
     analyzer = lsim.RSA()
     one = between(analyzer, x, x)
     np.testing.assert_allclose(between(analyzer, x[:, order], x[:, order]), one, atol=1e-9)
@@ -195,7 +197,8 @@ def test_the_order_of_samples_on_both_sides_changes_nothing_and_on_one_side_all(
 
 def test_two_models_apart_and_in_a_grid():
     models = {"a": tiny_llama(), "b": tiny_llama(seed=1), "c": tiny_llama(layers=2, seed=2)}
-    rows, analyzer = random_tokens(4, 16), lsim.RSA(minibatch=16, permutations=20)
+    rows = random_tokens(4, 16)
+    analyzer = lsim.RSA(minibatch=16, permutations=20)
     grid = lsim.compare_grid(
         models, lsim.Data(rows, batch_size=2), analyzer, distance=lambda result: 1 - float(result.values[-1, -1])
     )
@@ -239,7 +242,8 @@ def test_headline_and_sequences():
 
 def test_a_minibatch_of_equal_dissimilarities_is_left_out_of_the_average():
     """Layer 0 is constant in the first batch, as first tokens are where all rows of a batch begin alike."""
-    one, two = residuals(1, layers=3, tokens=12), residuals(2, layers=3, tokens=10)
+    one = residuals(1, layers=3, tokens=12)
+    two = residuals(2, layers=3, tokens=10)
     one[0] = 1.0
     analyzer = lsim.RSA(minibatch=12, permutations=19)
     alone = from_views(analyzer, [samples(two, np.arange(10))])
@@ -251,8 +255,10 @@ def test_a_minibatch_of_equal_dissimilarities_is_left_out_of_the_average():
 
 
 def test_layers_that_never_vary_together_have_no_correlation():
-    one, two = residuals(1, layers=3, tokens=12), residuals(2, layers=3, tokens=12)
-    one[0], two[1] = 1.0, 1.0
+    one = residuals(1, layers=3, tokens=12)
+    two = residuals(2, layers=3, tokens=12)
+    one[0] = 1.0
+    two[1] = 1.0
     found = from_views(lsim.RSA(permutations=19), [samples(one, np.arange(12)), samples(two, np.arange(12) + 50)])
     assert found.values.isnan().tolist() == [[False, True, False], [True, False, False], [False, False, False]]
     assert torch.equal(found.p_values.isnan(), found.values.isnan())

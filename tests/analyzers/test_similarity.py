@@ -42,7 +42,8 @@ def test_it_equals_its_oracle():
 
 
 def test_two_models_of_other_widths():
-    x, y = residuals(0, layers=2, tokens=9), residuals(1, layers=3, tokens=9, width=5)
+    x = residuals(0, layers=2, tokens=9)
+    y = residuals(1, layers=3, tokens=9, width=5)
     sums = Sums.of(reduce({"k": lsim.Similarity(oracles.kernel_alignment).kernel(Sums())}, samples(x), samples(y))[1]["k"])
     found = lsim.Similarity(oracles.kernel_alignment).compute(sums, layer_run(2, 3))
     np.testing.assert_allclose(found.values, oracles.oracle_similarity([x], [y])["values"], rtol=1e-12)
@@ -79,7 +80,8 @@ def test_analyze_with_intervals_and_null_beside_the_analyzer_of_the_package():
     by_function = lsim.Similarity(biased_cka, level="sequence", minibatch=16, permutations=19)
     by_package = lsim.CKA(estimator="biased", average="cka", level="sequence", minibatch=16)
     report = lsim.analyze(tiny_llama(dtype=torch.float64), data, [by_function, by_package], intervals=True)
-    found, expected = report["similarity"], report["cka"]
+    found = report["similarity"]
+    expected = report["cka"]
     torch.testing.assert_close(found.values, expected.values, atol=1e-9, rtol=0)
     # The ends of intervals of CKA are bounded by 1, those of a function are not.
     torch.testing.assert_close(found.interval("values").error, expected.interval("values").error, atol=1e-9, rtol=0)
@@ -157,7 +159,8 @@ class Callable:
 
 
 def test_a_checkpoint_goes_on_with_equal_code_only(tmp_path):
-    path, data = tmp_path / "run.safetensors", texts(16)
+    path = tmp_path / "run.safetensors"
+    data = texts(16)
 
     def analyzed(factor):
         return lsim.analyze(tiny_llama(), data, lsim.Similarity(lambda x, y: factor * mean_square(x, y)), checkpoint=path)

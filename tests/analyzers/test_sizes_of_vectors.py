@@ -35,7 +35,8 @@ CASES = {
 def test_measures_of_vectors_of_any_size(case, size):
     analyzer, oracle, in_unit = CASES[case]
     x = residuals(0).astype(np.float32)
-    found, expected = from_views(analyzer, [view_for(analyzer, x * np.float32(size))]), oracle(x.astype(np.float64))
+    found = from_views(analyzer, [view_for(analyzer, x * np.float32(size))])
+    expected = oracle(x.astype(np.float64))
     # Quantiles of histograms over decades are tested for themselves.
     for name in [one for one in expected if "quantiles" not in one]:
         value = getattr(found, name) / (size if name in in_unit else 1)
@@ -45,7 +46,8 @@ def test_measures_of_vectors_of_any_size(case, size):
 @pytest.mark.parametrize("size", SIZES)
 def test_comparisons_of_vectors_of_any_size(size):
     x = torch.as_tensor(residuals(0).astype(np.float32))
-    large, second = x * size, x[1] * size
+    large = x * size
+    second = x[1] * size
     assert reproduces(large, large, torch.float32)
     assert not reproduces(large, 1.1 * large, torch.float32)
     # These blocks are not homogeneous, so that the effects depend on the size.

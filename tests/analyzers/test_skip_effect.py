@@ -52,21 +52,25 @@ def naive(model, rows: list[torch.Tensor], keep_first: int, splits: int) -> dict
     blocks = len(blocks_of(model))
     out = {}
     for prefix in ("", "later_"):
-        means, peaks = [[] for _ in range(blocks)], [[] for _ in range(blocks)]
-        output_means, output_peaks = [[] for _ in range(blocks)], [[] for _ in range(blocks)]
+        means = [[] for _ in range(blocks)]
+        peaks = [[] for _ in range(blocks)]
+        output_means = [[] for _ in range(blocks)]
+        output_peaks = [[] for _ in range(blocks)]
         for row in rows:
             n = len(row)
             stops = [n * i // (splits + 1) for i in range(1, splits + 1)] if prefix else [n]
             stops = [stop for stop in stops if stop > keep_first]
             own, p = skipped_run(model, row, None, 0, 0)
             for skipped in range(blocks if stops else 0):
-                change, output = [], []
+                change = []
+                output = []
                 for stop in stops:
                     other, q = skipped_run(model, row, skipped, keep_first, stop)
                     where = slice(stop if prefix else keep_first, n)
                     change.append(((own - other).norm(dim=-1) / own.norm(dim=-1))[:, where])
                     output.append((p - q).norm(dim=-1)[where])
-                change, output = torch.cat(change, 1), torch.cat(output)
+                change = torch.cat(change, 1)
+                output = torch.cat(output)
                 means[skipped].append(change)
                 peaks[skipped].append(change.amax(1))
                 output_means[skipped].append(output)
@@ -89,7 +93,8 @@ def rows_of(*lengths: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize(("keep_first", "splits"), [(1, 1), (0, 1), (3, 2)])
 @pytest.mark.parametrize("make", [tiny_llama, tiny_gpt2, lambda: family("neox"), lambda: family("gemma2")])
 def test_effects_equal_those_of_hooks(make, keep_first, splits):
-    model, rows = make(), rows_of(20, 13, 9, 18)
+    model = make()
+    rows = rows_of(20, 13, 9, 18)
     asked = lsim.SkipEffect(keep_first=keep_first, splits=splits)
     found = lsim.analyze(model, rows, asked)["skip_effect"]
     for name, expected in naive(model, rows, keep_first, splits).items():
@@ -100,7 +105,8 @@ def test_effects_equal_those_of_hooks(make, keep_first, splits):
 
 
 def test_half_precision():
-    model, rows = tiny_llama(dtype=torch.bfloat16), rows_of(16)
+    model = tiny_llama(dtype=torch.bfloat16)
+    rows = rows_of(16)
     found = lsim.analyze(model, rows, lsim.SkipEffect())["skip_effect"]
     expected = naive(model, rows, 1, 1)
     for name in FIELDS:
@@ -120,7 +126,8 @@ def test_views_equal_the_oracle(keep_first, splits):
 
 
 def test_tokens_that_are_not_counted_are_skipped_and_not_measured():
-    model, rows = tiny_llama(), rows_of(20)
+    model = tiny_llama()
+    rows = rows_of(20)
     found = lsim.analyze(model, lsim.Data(rows, skip_first=15), lsim.SkipEffect(splits=0))["skip_effect"]
     own, p = skipped_run(model, rows[0], None, 0, 0)
     other, q = skipped_run(model, rows[0], 1, 1, 20)
@@ -130,7 +137,8 @@ def test_tokens_that_are_not_counted_are_skipped_and_not_measured():
 
 
 def test_one_block_has_an_effect_on_the_output_alone():
-    model, rows = tiny_llama(layers=1), rows_of(12)
+    model = tiny_llama(layers=1)
+    rows = rows_of(12)
     found = lsim.analyze(model, rows, lsim.SkipEffect())["skip_effect"]
     assert found.values.shape == (1, 1)
     assert bool(found.values.isnan().all() & found.later.isnan().all())
@@ -161,7 +169,8 @@ def test_a_block_that_adds_nothing_is_omitted_with_a_warning():
 
 
 def test_the_memory_for_logits_changes_no_number():
-    model, rows = tiny_llama(), rows_of(20, 9)
+    model = tiny_llama()
+    rows = rows_of(20, 9)
     few, many = (lsim.analyze(model, rows, lsim.SkipEffect(lens_memory_mb=mb))["skip_effect"] for mb in (1e-6, 128))
     for field in OUTPUTS:
         torch.testing.assert_close(getattr(few, field), getattr(many, field), rtol=1e-5, atol=1e-7, equal_nan=True)
@@ -177,7 +186,8 @@ def test_a_block_on_which_nothing_depends():
 
 
 def test_a_model_without_a_head_has_no_output_probabilities():
-    whole, rows = tiny_llama(), rows_of(14)
+    whole = tiny_llama()
+    rows = rows_of(14)
     found = lsim.analyze(whole.model, rows, lsim.SkipEffect())["skip_effect"]
     with_head = lsim.analyze(whole, rows, lsim.SkipEffect())["skip_effect"]
     torch.testing.assert_close(found.values, with_head.values, equal_nan=True)
@@ -192,7 +202,8 @@ def test_a_classifier_is_compared_at_the_position_that_its_head_reads():
         hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=48, vocab_size=100, num_labels=3,
         pad_token_id=0,
     )  # fmt: skip
-    model, rows = LlamaForSequenceClassification(config).eval(), rows_of(14, 8)
+    model = LlamaForSequenceClassification(config).eval()
+    rows = rows_of(14, 8)
     found = lsim.analyze(model, rows, lsim.SkipEffect(splits=0))["skip_effect"]
     change = []
     for row in rows:

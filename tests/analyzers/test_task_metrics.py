@@ -39,7 +39,8 @@ def head_outputs(model, inputs) -> np.ndarray:
 def test_it_is_scikit_learn_on_stored_predictions(classes):
     from sklearn.metrics import accuracy_score, confusion_matrix, f1_score, matthews_corrcoef
 
-    model, inputs = pair_bert(labels=classes), data()
+    model = pair_bert(labels=classes)
+    inputs = data()
     # Classes of different sizes, so that a mean over classes is not one over rows.
     label = (torch.arange(ROWS) % 7).clamp(max=classes - 1)
     found = lsim.analyze(model, lsim.Data(inputs, batch_size=7), lsim.TaskMetrics(labels=label))["task_metrics"]
@@ -59,7 +60,8 @@ def test_it_is_scikit_learn_on_stored_predictions(classes):
 
 
 def test_labels_of_the_data_and_the_logit_lens_agree():
-    model, inputs = pair_bert(), data()
+    model = pair_bert()
+    inputs = data()
     report = lsim.analyze(
         model,
         inputs | {"labels": torch.arange(ROWS) % 3},
@@ -69,7 +71,8 @@ def test_labels_of_the_data_and_the_logit_lens_agree():
 
 
 def test_rows_without_a_label_are_left_out():
-    model, inputs = pair_bert(), data()
+    model = pair_bert()
+    inputs = data()
     label = torch.arange(ROWS) % 3
     label[::2] = -100
     found = lsim.analyze(model, inputs, lsim.TaskMetrics(labels=label))["task_metrics"]
@@ -98,13 +101,15 @@ def test_perfect_predictions_have_every_metric_at_one():
 
 @pytest.mark.parametrize("norm", ["final", "none"])
 def test_the_norm_is_that_of_the_logit_lens(norm):
-    model, tokens = tiny_llama(), random_tokens(6, 9)
+    model = tiny_llama()
+    tokens = random_tokens(6, 9)
     report = lsim.analyze(model, tokens, [lsim.TaskMetrics(norm=norm), lsim.LogitLens(norm=norm)])
     assert torch.equal(report["task_metrics"].accuracy, report["logit_lens"].accuracy)
 
 
 def test_images_and_classes_of_tokens():
-    images, label = pixels(12), torch.arange(12) % 3
+    images = pixels(12)
+    label = torch.arange(12) % 3
     model = image_vit()
     found = lsim.analyze(model, images, [lsim.TaskMetrics(labels=label), lsim.LogitLens(labels=label)])
     with torch.no_grad():
@@ -144,7 +149,8 @@ def test_a_simulated_server_gives_one_answer(classes):
 def test_correlations_of_a_regression_head_are_those_of_scipy(batch_size):
     from scipy.stats import pearsonr, spearmanr
 
-    model, inputs = pair_bert(labels=1), data()
+    model = pair_bert(labels=1)
+    inputs = data()
     scores = np.random.default_rng(0).normal(size=ROWS)
     scores[3:6] = scores[3]
     scores[10] = np.nan

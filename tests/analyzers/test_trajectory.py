@@ -103,8 +103,10 @@ def test_the_path_may_end_after_the_final_norm():
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_the_final_norm_is_that_of_the_model_in_every_source():
-    model, tokens = tiny_llama(), random_tokens(4, 9)
-    ids, analyzer = torch.as_tensor(tokens), lsim.Trajectory(final_norm=True)
+    model = tiny_llama()
+    tokens = random_tokens(4, 9)
+    ids = torch.as_tensor(tokens)
+    analyzer = lsim.Trajectory(final_norm=True)
     with torch.no_grad():
         # Its last one is after the final norm.
         states = model(ids, output_hidden_states=True).hidden_states
@@ -219,7 +221,8 @@ def test_rows_of_one_position_have_no_curvature():
 
 
 def test_single_steps_of_generation_have_no_curvature():
-    model, tokens = tiny_llama(), random_tokens(1, 8)
+    model = tiny_llama()
+    tokens = random_tokens(1, 8)
     with lsim.attach(model, lsim.Trajectory()) as probe:
         model(tokens)
     prompt = probe.results()["trajectory"]
@@ -234,9 +237,11 @@ def test_single_steps_of_generation_have_no_curvature():
 
 def test_padding_on_the_left_changes_nothing():
     rows = [random_tokens(1, n, seed=n)[0] for n in (9, 4)]
-    tokens, mask = torch.zeros(2, 9, dtype=torch.int64), torch.zeros(2, 9, dtype=torch.int64)
+    tokens = torch.zeros(2, 9, dtype=torch.int64)
+    mask = torch.zeros(2, 9, dtype=torch.int64)
     for i, row in enumerate(rows):
-        tokens[i, 9 - len(row) :], mask[i, 9 - len(row) :] = row, 1
+        tokens[i, 9 - len(row) :] = row
+        mask[i, 9 - len(row) :] = 1
     padded = lsim.analyze(tiny_llama(), {"input_ids": tokens, "attention_mask": mask}, lsim.Trajectory())["trajectory"]
     plain = lsim.analyze(tiny_llama(), rows, lsim.Trajectory())["trajectory"]
     assert torch.equal(padded.curvature, plain.curvature)

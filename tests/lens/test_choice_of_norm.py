@@ -85,7 +85,8 @@ class Own(torch.nn.Module):
     def __init__(self, *head) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.words, self.head = torch.nn.Embedding(100, 16), torch.nn.Sequential(*head)
+        self.words = torch.nn.Embedding(100, 16)
+        self.head = torch.nn.Sequential(*head)
         self.parts = torch.nn.ModuleList(AddingBlock(16) for _ in range(3))
 
     def forward(self, tokens):

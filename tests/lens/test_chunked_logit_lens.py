@@ -128,10 +128,12 @@ def test_what_a_lens_calls_has_neither_hooks_nor_dropout():
     from tl_layersim.architectures.output_heads import Quiet
 
     head = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(8, 8)).train()
-    x, calls = torch.ones(3, 8), []
+    x = torch.ones(3, 8)
+    calls = []
     head[1].register_forward_hook(lambda *_: calls.append(1))
     state = torch.get_rng_state()
-    first, again = Quiet(head)(x), Quiet(head)(x)
+    first = Quiet(head)(x)
+    again = Quiet(head)(x)
     assert torch.equal(first, again)
     assert torch.equal(torch.get_rng_state(), state)
     assert not calls
@@ -148,7 +150,8 @@ def test_what_a_lens_calls_has_neither_hooks_nor_dropout():
 
 
 def test_a_source_that_names_no_next_token_is_read_from_neighbours():
-    tokens, row = torch.tensor([5, 6, 7, 8, 9]), torch.tensor([0, 0, 0, 1, 1])
+    tokens = torch.tensor([5, 6, 7, 8, 9])
+    row = torch.tensor([0, 0, 0, 1, 1])
     one = View(torch.zeros(2, 5, 3), tokens, row, torch.tensor([0, 1, 3, 0, 1]))
     assert targets(one, "next_token").tolist() == [6, NO_LABEL, NO_LABEL, 9, NO_LABEL]
 
@@ -156,7 +159,8 @@ def test_a_source_that_names_no_next_token_is_read_from_neighbours():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_the_models_own(dtype):
     """Logits are what the model would give; what is made of them is float32."""
-    model, tokens = tiny_llama(dtype=dtype), random_tokens(4, 12)
+    model = tiny_llama(dtype=dtype)
+    tokens = random_tokens(4, 12)
     with torch.no_grad():
         logits = model(tokens).logits
     assert logits.dtype == dtype
@@ -181,7 +185,8 @@ def test_large_logits_do_not_overflow(offset):
     x = residuals(1)
     weight = oracles.HEAD * 3
     head = torch.nn.Linear(8, oracles.WORDS, dtype=torch.float64)
-    head.weight.data, head.bias.data = torch.as_tensor(weight), torch.full((oracles.WORDS,), offset, dtype=torch.float64)
+    head.weight.data = torch.as_tensor(weight)
+    head.bias.data = torch.full((oracles.WORDS,), offset, dtype=torch.float64)
     unembed = Unembed(torch.nn.LayerNorm(8, elementwise_affine=False), (head,), "every", 1.0, None, torch.float64, None, head)
     found = from_views(lsim.LogitLens(), [view(x, unembed=unembed)])
     expected = oracles.oracle_logit_lens([x], head=weight)
@@ -229,7 +234,8 @@ def test_every_lens_refuses_logits_that_are_not_finite(wrap):
 
 @pytest.mark.parametrize("factor", [1.05, 0.9])
 def test_in_half_precision_a_head_that_is_five_percent_off_is_refused(factor):
-    model, tokens = tiny_llama(dtype=torch.bfloat16), random_tokens(2, 12)
+    model = tiny_llama(dtype=torch.bfloat16)
+    tokens = random_tokens(2, 12)
     assert lsim.analyze(model, tokens, lsim.Saturation())
     model.lm_head.register_forward_hook(lambda _m, _x, out: factor * out)
     with pytest.raises(lsim.LayersimError, match=r"lm_head\(model\.norm.* \d.*unembed="):
@@ -257,6 +263,7 @@ def test_float32_keeps_its_digits_near_overflow_and_underflow(offset):
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(5, 3, 200))
     target = torch.arange(5)
-    exact, found = read_logits(logits, target), read_logits((logits + offset).astype(np.float32), target)
+    exact = read_logits(logits, target)
+    found = read_logits((logits + offset).astype(np.float32), target)
     for name in ("best_prob", "target_log_prob", "entropy", "kl"):
         np.testing.assert_allclose(found[name], exact[name], atol=2e-4, err_msg=name)

@@ -31,8 +31,10 @@ def own_logits(case: HeadCase, count: int = 5) -> torch.Tensor:
 
 def assert_lens(report: lsim.Report, logits: torch.Tensor, labels: torch.Tensor) -> None:
     """Every number of the lens, saturation and the exit curve from logits `row layer class`, in float64."""
-    log_probs, best = logits.log_softmax(-1), logits.argmax(-1)
-    layers, rows = logits.shape[1], torch.arange(len(logits))
+    log_probs = logits.log_softmax(-1)
+    best = logits.argmax(-1)
+    layers = logits.shape[1]
+    rows = torch.arange(len(logits))
     target = log_probs[rows, :, labels]
     lens = report["logit_lens"]
     assert (lens.positions, lens.targets) == (len(logits), len(logits))
@@ -61,7 +63,8 @@ def assert_lens(report: lsim.Report, logits: torch.Tensor, labels: torch.Tensor)
 @pytest.mark.light("bert", "dinov2", "beit of [CLS]")
 @pytest.mark.parametrize("name", CASES)
 def test_every_layer_is_read_as_the_model_reads_the_last(name):
-    case, logits = CASES[name], own_logits(CASES[name])
+    case = CASES[name]
+    logits = own_logits(CASES[name])
     assert len(set(logits.argmax(-1).flatten().tolist())) > 1
     report = called(lsim.analyze, case.build(), case.data(labels=LABELS), ANALYZERS, batch_size=3, **case.options)
     assert_lens(report, logits, LABELS)
@@ -71,7 +74,8 @@ def test_every_layer_is_read_as_the_model_reads_the_last(name):
 @pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize("name", ["modernbert mean", "deit with teacher"])
 def test_one_row_and_the_grouping_of_rows(name):
-    case, logits = CASES[name], own_logits(CASES[name])
+    case = CASES[name]
+    logits = own_logits(CASES[name])
     alone = called(lsim.analyze, case.build(), case.data(1, labels=LABELS[:1]), ANALYZERS, **case.options)
     assert_lens(alone, logits[:1], LABELS[:1])
     for size in (1, 5):
@@ -82,7 +86,8 @@ def test_one_row_and_the_grouping_of_rows(name):
 @pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize("name", ["modernbert mean", "dinov2", "beit"])
 def test_nnsight_reads_the_same_heads(name):
-    case, logits = CASES[name], own_logits(CASES[name])
+    case = CASES[name]
+    logits = own_logits(CASES[name])
     for options in ({}, {"remote": "local"}):
         found = called(lsim.analyze, nnsight(case.build()), case.data(labels=LABELS), ANALYZERS, **case.options, **options)
         assert_lens(found, logits, LABELS)
@@ -92,11 +97,13 @@ def test_nnsight_reads_the_same_heads(name):
 @pytest.mark.parametrize("name", ["modernbert mean", "dinov2", "beit", "clip"])
 def test_the_lens_without_the_norm_pools_the_residuals_themselves(name):
     case = CASES[name]
-    model, data = case.build(), case.data(labels=LABELS)
+    model = case.build()
+    data = case.data(labels=LABELS)
     analyzers = [lsim.LogitLens(labels="data", norm="none"), lsim.Saturation(norm="none")]
     report = called(lsim.analyze, model, data, analyzers, **case.options)
     plain = case.build()
-    blocks, final = [plain.get_submodule(path) for path in case.paths], own_logits(case)[:, -1:]
+    blocks = [plain.get_submodule(path) for path in case.paths]
+    final = own_logits(case)[:, -1:]
     norm = case.head.split("(x)")[0].split("(")[-1] if case.reads == "rows" and "(x)" in case.head else ""
     norm = {"beit": "beit.pooler.layernorm"}.get(name, norm)
     if norm:
@@ -116,9 +123,11 @@ def test_the_lens_without_the_norm_pools_the_residuals_themselves(name):
 @pytest.mark.parametrize("center", ["none", "dataset"])
 @pytest.mark.parametrize("name", ["modernbert mean", "dinov2"])
 def test_the_cosine_of_saturated_rows_is_that_of_pooled_residuals(name, center):
-    case, model = CASES[name], CASES[name].build()
+    case = CASES[name]
+    model = CASES[name].build()
     found = called(lsim.analyze, model, case.data(), lsim.Saturation(center=center), **case.options)["saturation"]
-    vectors, tokens = [], []
+    vectors = []
+    tokens = []
     for row in case.rows():
         x = torch.cat(block_outputs(model, case.paths, row))
         tokens.append(x)
@@ -254,7 +263,8 @@ def test_every_entry_of_the_table_names_classes_of_transformers():
 @pytest.mark.filterwarnings("ignore:NC1 is not defined at blocks.0.hook_resid_pre")
 @pytest.mark.parametrize("name", ["bert", "modernbert mean", "dinov2", "deit with teacher", "llama"])
 def test_collapse_of_what_the_head_reads(name):
-    case, model = CASES[name], CASES[name].build()
+    case = CASES[name]
+    model = CASES[name].build()
     labels = torch.tensor([0, 1, 0, 1, 0])
     vectors = []
     for row in case.rows():
@@ -280,7 +290,8 @@ def test_collapse_of_what_a_language_model_reads_is_not_defined():
 @pytest.mark.light("modernbert mean")
 @pytest.mark.parametrize("name", ["modernbert mean", "dinov2", "beit"])
 def test_skipped_blocks_change_the_classes_of_rows(name):
-    case, model = CASES[name], CASES[name].build()
+    case = CASES[name]
+    model = CASES[name].build()
     found = called(lsim.analyze, model, case.data(4), lsim.SkipEffect(keep_first=1, splits=1), batch_size=3, **case.options)[
         "skip_effect"
     ]

@@ -61,7 +61,8 @@ def test_a_token_for_each_row_of_the_data():
 
 
 def test_ranks_change_no_other_number_and_are_shared_with_no_other_token():
-    model, rows = tiny_llama(), random_tokens(4, 9)
+    model = tiny_llama()
+    rows = random_tokens(4, 9)
     analyzers = {
         "curve": lsim.ExitCurve(),
         "plain": lsim.LogitLens(),
@@ -149,7 +150,8 @@ def test_leading_spaces_are_said(demo):
 
 @pytest.mark.parametrize("norm", ["final", "none"])
 def test_the_grid_of_a_prompt_has_the_rank_of_a_target_at_each_token(norm, tmp_path):
-    model, row = tiny_llama().double(), random_tokens(1, 9)[0]
+    model = tiny_llama().double()
+    row = random_tokens(1, 9)[0]
     logits = by_hand(model, hidden_states(model, row), norm == "final")
     grid = lsim.prompts.prediction_grid(model, row, target=7, norm=norm)
     ranks = [[1 + sum(1 for z in at_token if z > at_token[7]) for at_token in at_layer] for at_layer in logits]

@@ -45,7 +45,8 @@ HEADS = heads()
 @pytest.mark.parametrize("family", HEADS)
 def test_the_last_layer_says_what_the_model_says(family):
     """Loss of the last layer, against the model's own; and every known layout is found without help."""
-    model, tokens = lively(HEADS[family]()), random_tokens(4, 12)
+    model = lively(HEADS[family]())
+    tokens = random_tokens(4, 12)
     found = lsim.analyze(model, tokens, lsim.LogitLens())["logit_lens"]
     with torch.no_grad():
         logits = model(tokens).logits
@@ -137,7 +138,8 @@ class Odd(torch.nn.Module):
 
 
 def test_a_head_that_no_table_knows_can_be_named():
-    layers, tokens = ["parts.0", "parts.1", "parts.2"], random_tokens(4, 12)
+    layers = ["parts.0", "parts.1", "parts.2"]
+    tokens = random_tokens(4, 12)
     with pytest.raises(lsim.LayersimError, match=r"LogitLens.* Odd .*unembed="):
         lsim.analyze(lsim.open_model(Odd(), layers=layers), tokens, lsim.LogitLens())
     for model in (Odd(), nnsight(Odd())):
@@ -153,7 +155,8 @@ def test_a_head_that_no_table_knows_can_be_named():
 @pytest.mark.parametrize("lens", LENSES)
 @pytest.mark.parametrize("wrap", [lambda m: m, nnsight], ids=["hooked", "nnsight"])
 def test_a_lens_that_is_not_the_models_is_refused(lens, wrap):
-    layers, tokens = ["parts.0", "parts.1", "parts.2"], random_tokens(4, 12)
+    layers = ["parts.0", "parts.1", "parts.2"]
+    tokens = random_tokens(4, 12)
     with pytest.raises(lsim.LayersimError, match=r"speak\(polish\(x\)\) .* 0\.\d+ .*unembed="):
         lsim.analyze(lsim.open_model(wrap(Odd(twice=True)), layers=layers, unembed=["polish", "speak"]), tokens, lens())
     with pytest.raises(lsim.LayersimError, match=r"speak\(x\) .* 0\.\d+ .*unembed="):
@@ -169,7 +172,8 @@ def test_a_model_without_a_head_is_refused_before_it_runs():
 
 
 def test_hooks_on_the_head_see_the_model_and_not_the_lens():
-    model, calls = tiny_llama(), []
+    model = tiny_llama()
+    calls = []
     model.lm_head.register_forward_hook(lambda *_: calls.append("head"))
     model.model.norm.register_forward_pre_hook(lambda *_: calls.append("norm"))
     lsim.analyze(model, random_tokens(4, 12), [lsim.LogitLens(), lsim.Saturation(norm="none")])

@@ -60,7 +60,8 @@ def measured(
     **more,
 ) -> Measured:
     """A result whose replicates scatter at random, partly together with those of other results."""
-    own, common = np.random.default_rng(seed), np.random.default_rng(99)
+    own = np.random.default_rng(seed)
+    common = np.random.default_rng(99)
     about = dataclasses.replace(provenance(), data=data, options=options or {"minibatch": 4}, model=f"model-{seed}")
 
     def one(scatter: float) -> Measured:
@@ -107,7 +108,8 @@ ENDS = ("difference", "low", "high", "se", "p_value")
 
 
 def test_a_paired_difference_is_the_jackknife_of_the_differences():
-    first, second = measured(1, shared=3.0), measured(2, shift=0.02, shared=3.0)
+    first = measured(1, shared=3.0)
+    second = measured(2, shift=0.02, shared=3.0)
     found = lsim.difference(first, second, level=0.9)
     assert found.attrs == {"first": "model-1", "second": "model-2", "paired": 1, "level": 0.9}
     for i, j in ((0, 0), (0, 3), (2, 1)):
@@ -140,7 +142,8 @@ def test_blocks_that_change_both_runs_alike_have_no_degree_of_freedom():
 
 
 def test_an_unpaired_difference_is_welchs():
-    first, second = measured(1, data="one", blocks=17), measured(2, data="other", blocks=25, shift=0.01)
+    first = measured(1, data="one", blocks=17)
+    second = measured(2, data="other", blocks=25, shift=0.01)
     found = lsim.difference(first, second)
     assert found.attrs["paired"] == 0
     (a, skew_a, effective_a), (b, skew_b, effective_b) = (
@@ -171,7 +174,8 @@ def scattered(scatter: float, texts: int, seed: int = 0, value: float = 0.5) -> 
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_the_smaller_of_two_samples_has_at_least_the_error_of_the_larger_one_for_as_many_texts(turned):
-    few, many = scattered(0.001, 16), scattered(0.01, 256, seed=1)
+    few = scattered(0.001, 16)
+    many = scattered(0.01, 256, seed=1)
     pair = (many, few) if turned else (few, many)
     own, other = (skewness.moments([float(one.number) for one in result.replicates])[0] for result in (few, many))
     assert own < 4 * other
@@ -213,7 +217,8 @@ def test_runs_are_paired_only_on_the_same_data_in_the_same_blocks():
 
 
 def test_the_table_has_a_variable_for_each_field_that_can_be_compared(tmp_path):
-    first, second = measured(1), measured(2, shift=0.004)
+    first = measured(1)
+    second = measured(2, shift=0.004)
     found = lsim.difference(first, second)
     assert {name: array.dims[:-1] for name, array in found.items()} == {
         "values": ("row", "column"),
@@ -275,7 +280,8 @@ def test_halves_of_a_measure_that_is_symmetric_but_for_rounding_count_once():
 def test_entries_that_are_zero_but_for_rounding_are_symmetric():
     def rounded(one):
         values = one.values.clone()
-        values[0, 1], values[1, 0] = 1e-17, -1e-17
+        values[0, 1] = 1e-17
+        values[1, 0] = -1e-17
         return replace(one, values=values)
 
     found = lsim.difference(rounded(measured(1)), rounded(measured(2, shift=0.3)))["values"]
@@ -325,7 +331,8 @@ def test_models_of_other_depths_are_compared_on_a_common_grid(turned):
 
     def grid(one: Measured) -> np.ndarray:
         """The matrix at depths 0, 1/3, 2/3 and 1, row by row and then column by column."""
-        places, own = np.arange(4) / 3, np.linspace(0, 1, len(one.layers))
+        places = np.arange(4) / 3
+        own = np.linspace(0, 1, len(one.layers))
         rows = np.stack([np.interp(places, own, column) for column in one.values.numpy().T], axis=1)
         return np.stack([np.interp(places, own, row) for row in rows])
 
@@ -341,7 +348,8 @@ def test_models_of_other_depths_are_compared_on_a_common_grid(turned):
 
 
 def test_what_cannot_be_compared_is_refused():
-    one, deep = measured(1), measured(2, count=6)
+    one = measured(1)
+    deep = measured(2, count=6)
     plain = dataclasses.replace(one, replicates=(), block_tokens=())
     matrix = LayerMatrix(
         values=one.values, layers=one.layers, column_layers=one.layers, provenance=one.provenance,
@@ -402,7 +410,8 @@ def test_reports_are_compared_analyzer_by_analyzer():
 
 
 def test_figures_show_the_difference_and_where_it_is_certain():
-    first, second = measured(1), measured(2, shift=0.9)
+    first = measured(1)
+    second = measured(2, shift=0.9)
     found = lsim.difference(first, second, level=0.9)
     [heat] = difference_figure(found["values"]).data
     np.testing.assert_array_equal(np.array(heat.z), found["values"].sel(statistic="difference"))

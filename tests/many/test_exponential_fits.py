@@ -52,7 +52,8 @@ def test_the_fit_is_the_least_squares_of_a_search_over_rates():
     assert fit["rate"].item() == pytest.approx(b, abs=1e-5)
     total = ((y - y.mean()) ** 2).sum()
     assert fit["r_squared"].item() == pytest.approx(1 - error / total, abs=1e-8)
-    a, b = fit["amplitude"].item(), fit["rate"].item()
+    a = fit["amplitude"].item()
+    b = fit["rate"].item()
     jacobian = np.column_stack([np.exp(b * x), a * x * np.exp(b * x)])
     errors = np.sqrt(np.diag(np.linalg.inv(jacobian.T @ jacobian)) * error / 5)
     np.testing.assert_allclose([fit["amplitude_se"].item(), fit["rate_se"].item()], errors, rtol=1e-4)
@@ -69,7 +70,8 @@ def test_numbers_of_both_signs_have_a_fit():
 
 
 def test_the_best_of_several_local_minima_is_taken():
-    x, y = np.arange(6.0), np.array([-0.1, 0.7, 1.2, 0.4, -0.9, -1.5])
+    x = np.arange(6.0)
+    y = np.array([-0.1, 0.7, 1.2, 0.4, -0.9, -1.5])
     fit = fit_exponential(x, y)
     error = float(((y - fit.params[0] * np.exp(fit.params[1] * x)) ** 2).sum())
     rates = np.linspace(-4, 4, 80_001)
@@ -88,7 +90,8 @@ def test_far_from_zero_nothing_overflows():
 
 def test_sites_that_are_left_out_keep_their_number():
     y = 3 * np.exp(0.25 * np.arange(7))
-    y[0], y[-1] = 100, 0
+    y[0] = 100
+    y[-1] = 0
     fit = lsim.many.exponential_fit(curve(y), sites=slice(1, -1))
     assert fit["amplitude"].item() == pytest.approx(3)
     assert fit["rate"].item() == pytest.approx(0.25)

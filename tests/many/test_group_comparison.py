@@ -107,7 +107,8 @@ def test_groups_far_apart_have_the_smallest_p():
 
 @pytest.mark.parametrize("directed", [False, True])
 def test_means_and_deviations(directed):
-    labels, d = "abacb", distances(5, directed=directed)
+    labels = "abacb"
+    d = distances(5, directed=directed)
     found = lsim.many.compare_groups(table(d), [*labels])
     pairs = list((itertools.permutations if directed else itertools.combinations)(range(5), 2))
     expected = {
@@ -175,7 +176,8 @@ def test_rounding_gives_pairs_no_direction():
     assert found["count"].values.tolist() == expected["count"].values.tolist() == [4, 6, 1, 3, 6]
     xarray.testing.assert_allclose(found, expected)
     # Distances that are 0 but for rounding, beside others.
-    d[0, 1], d[1, 0] = 1e-12, -1e-12
+    d[0, 1] = 1e-12
+    d[1, 0] = -1e-12
     assert is_symmetric(d)
     d[0, 1] = 1e-4
     assert not is_symmetric(d)
@@ -244,7 +246,8 @@ def test_lines_of_groups_differ_by_colour_dash_and_marker():
         lines = [trace for trace in lsim.plot(lsim.many.compare_groups(table(d), [*labels])).data if trace.name]
         return {line.name: (line.line.color, line.line.dash, line.marker.symbol) for line in lines}
 
-    many, tree = looks("aabbcc"), lsim.many.dendrogram(table(d[..., 0]), [*"aabbcc"])
+    many = looks("aabbcc")
+    tree = lsim.many.dendrogram(table(d[..., 0]), [*"aabbcc"])
     assert len(many) == len(set(many.values())) == 9
     inside, between = ({look[0] for name, look in many.items() if name.startswith("within ") == own} for own in (True, False))
     assert not inside & between
@@ -297,7 +300,8 @@ def test_spread_and_centre_are_told_apart():
     generator = torch.Generator().manual_seed(0)
     labels = ["a"] * 8 + ["b"] * 8
     points = torch.randn(16, 4, generator=generator, dtype=torch.float64)
-    spread, centre = points.clone(), points.clone()
+    spread = points.clone()
+    centre = points.clone()
     spread[:8] *= 4
     centre[:8, 0] += 6
     for moved, exchangeable, equal in ((points, True, True), (spread, False, False), (centre, False, True)):

@@ -31,7 +31,8 @@ def two_groups(each: int = 2) -> dict[str, torch.nn.Module]:
 
 def text_rows() -> dict[str, torch.Tensor]:
     """Rows of tokens with padding and a last batch of one row."""
-    tokens, mask = random_tokens(9, 20), torch.ones(9, 20, dtype=torch.long)
+    tokens = random_tokens(9, 20)
+    mask = torch.ones(9, 20, dtype=torch.long)
     mask[1, 12:] = 0
     mask[5, :3] = 0
     return {"input_ids": tokens, "attention_mask": mask}
@@ -52,8 +53,10 @@ class TestGrid:
         grid = lsim.compare_grid(models, lsim.Data(text_rows(), batch_size=4), cka)
         names = list(models)
         for i, j in ((0, 1), (3, 0), (2, 2)):
-            a, b = names[i], names[j]
-            one, own = lsim.compare(models[a], models[b], lsim.Data(text_rows(), batch_size=4), cka), grid[a, b]
+            a = names[i]
+            b = names[j]
+            one = lsim.compare(models[a], models[b], lsim.Data(text_rows(), batch_size=4), cka)
+            own = grid[a, b]
             assert type(own) is type(one)
             for name in one.tensor_fields():
                 torch.testing.assert_close(getattr(own, name), getattr(one, name), rtol=1e-9, atol=1e-10, equal_nan=True)
@@ -86,7 +89,8 @@ class TestGrid:
     def test_statistics_are_computed_once_a_model_and_batch(self, models, monkeypatch):
         from tl_layersim.analyzers import _pairwise
 
-        triangles, count = _pairwise.upper_triangles, []
+        triangles = _pairwise.upper_triangles
+        count = []
         monkeypatch.setattr(_pairwise, "upper_triangles", lambda *args: count.append(1) or triangles(*args))
         lsim.compare_grid(models, lsim.Data(random_tokens(8, 16), batch_size=4), lsim.CKA(minibatch=16))
         # Eight minibatches.
@@ -174,7 +178,8 @@ class TestGrid:
 
     @pytest.mark.heavy("many models")
     def test_a_checkpoint_is_resumed(self, models, grid, tmp_path):
-        path, data = tmp_path / "run.safetensors", text_rows()
+        path = tmp_path / "run.safetensors"
+        data = text_rows()
 
         def broken():
             for number in range(9):

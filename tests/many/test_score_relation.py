@@ -26,7 +26,8 @@ def residuals_of(y, others):
 
 class TestOnePredictor:
     def test_it_is_the_least_squares_line(self):
-        x, y = np.array([0.1, 0.15, 0.3, 0.32, 0.5]), np.array([30.0, 41.0, 38.0, 55.0, 60.0])
+        x = np.array([0.1, 0.15, 0.3, 0.32, 0.5])
+        y = np.array([30.0, 41.0, 38.0, 55.0, 60.0])
         found = lsim.many.relate(dict(zip(NAMES, x, strict=True)), dict(zip(NAMES, y, strict=True)), confidence=0.9)
         [line] = found.to_frame().to_dict("records")
         slope = np.cov(x, y, bias=True)[0, 1] / x.var()
@@ -92,7 +93,8 @@ class TestOnePredictor:
         assert (found.scores.tolist(), found.scores.name) == ([0.1, 0.5, 0.3], "Accuracy (fraction)")
 
     def test_correlations_are_those_of_their_formulas(self):
-        x, y = np.array([1.0, 2.0, 3.0, 4.0, 50.0]), np.array([2.0, 1.0, 4.0, 4.0, 5.0])
+        x = np.array([1.0, 2.0, 3.0, 4.0, 50.0])
+        y = np.array([2.0, 1.0, 4.0, 4.0, 5.0])
         [line] = lsim.many.relate(x, y).to_frame().to_dict("records")
         assert line["pearson"] == pytest.approx(np.corrcoef(x, y)[0, 1], abs=1e-12)
         assert line["partial"] == pytest.approx(line["pearson"], abs=1e-12)
@@ -106,7 +108,8 @@ class TestOnePredictor:
         y = np.array([31.0, 35.0, 52.0, 50.0, 88.0])
         found = lsim.many.relate(x, y, shape="exponential", confidence=0.9)
         [line] = found.to_frame().to_dict("records")
-        a, b = found.intercept, line["coefficient"]
+        a = found.intercept
+        b = line["coefficient"]
         fit = a * np.exp(b * x)
         jacobian = np.column_stack([np.exp(b * x), x * fit])
         # At the least squares, errors are orthogonal to the derivatives.
@@ -183,7 +186,8 @@ class TestSeveralPredictors:
         given = pandas.DataFrame(random.normal(size=(12, 2)), columns=["a", "b"])
         found = lsim.many.relate(given, given["a"] + 2 * given["b"] + random.normal(size=12))
         for name in ("a", "b"):
-            points, band = found.plot(name).data[-1], found.band(name)
+            points = found.plot(name).data[-1]
+            band = found.band(name)
             slope = found.to_frame().loc[name, "coefficient"]
             np.testing.assert_allclose(np.diff(band["fit"]) / np.diff(band["value"]), slope)
             at_mean = np.interp(given[name].mean(), band["value"], band["fit"])

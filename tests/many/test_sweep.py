@@ -45,7 +45,8 @@ class TestModels:
 
     @pytest.mark.heavy("many models")
     def test_at_most_one_loaded_model_is_alive(self):
-        refs, most = [], []
+        refs = []
+        most = []
 
         def load(seed):
             most.append(sum(ref() is not None for ref in refs))
@@ -143,7 +144,9 @@ class TestCheckpoint:
 
     @pytest.mark.heavy("many runs")
     def test_an_interrupted_model_continues_from_its_partial_sums(self, tmp_path, models, monkeypatch):
-        read, last, run = [], 3, HookedSource.run
+        read = []
+        last = 3
+        run = HookedSource.run
 
         def counted(source, batch, kernels):
             # Ends like Ctrl-C after some forward passes.
@@ -160,7 +163,8 @@ class TestCheckpoint:
         notes = " ".join(caught.value.__notes__)
         assert "Model 10 is number 2 of 3. The reports of 1 model are kept in" in notes
         assert len(list(tmp_path.glob("model-10-*.partial"))) == 1
-        read, last = [], None
+        read = []
+        last = None
         found = lsim.sweep(models, lsim.Data(data, batch_size=1), ANALYZERS, checkpoint=tmp_path)
         # Fewer forward passes than rows: those before the interrupt are not repeated.
         assert len(read) < 8

@@ -26,7 +26,8 @@ class TestAdapter:
         x, y = (rng.normal(size=(50, d)) * (1 + np.arange(d)) + 3 for d in widths)
         total = Sums()
         for part in (slice(0, 7), slice(7, 50)):
-            h, t = torch.as_tensor(x[part]), torch.as_tensor(y[part])
+            h = torch.as_tensor(x[part])
+            t = torch.as_tensor(y[part])
             total = total + Sums.of(moments(kind, h, t))
         weight, bias, explained = solve(total.fields, 0.0, kind != "linear")
 
@@ -46,8 +47,10 @@ class TestAdapter:
 
     def test_ridge_is_the_formula(self):
         rng = np.random.default_rng(1)
-        x, y = rng.normal(size=(30, 5)), rng.normal(size=(30, 3))
-        h, t = torch.as_tensor(x), torch.as_tensor(y)
+        x = rng.normal(size=(30, 5))
+        y = rng.normal(size=(30, 3))
+        h = torch.as_tensor(x)
+        t = torch.as_tensor(y)
         weight, _, _ = solve(moments("linear", h, t), 0.5, bias=False)
         gram = x.T @ x
         by_hand = np.linalg.solve(gram + 0.5 * np.diag(gram.diagonal()), x.T @ y).T

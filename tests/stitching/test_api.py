@@ -48,7 +48,9 @@ class TestNumbers:
         ],
     )
     def test_losses_are_the_formula(self, at, blocks):
-        front, back, tokens = tiny_gpt2(0).double(), tiny_gpt2(1).double(), rows(6, 10)
+        front = tiny_gpt2(0).double()
+        back = tiny_gpt2(1).double()
+        tokens = rows(6, 10)
         result = lsim.stitch(front, back, tokens, at=at, adapter="identity")
         with torch.no_grad():
             x = gpt2_parts(front, tokens)[blocks[0]]
@@ -63,11 +65,15 @@ class TestNumbers:
 
     @pytest.mark.parametrize("kind", ["linear", "affine", "affine-norm"])
     def test_closed_form_on_a_model(self, kind):
-        front, back, tokens = tiny_gpt2(0).double(), tiny_gpt2(1).double(), rows(40, 10)
+        front = tiny_gpt2(0).double()
+        back = tiny_gpt2(1).double()
+        tokens = rows(40, 10)
         result = lsim.stitch(front, back, lsim.Data(tokens, batch_size=8), at=(1, 0), adapter=kind, fit="lstsq")
-        fit, held_out = tokens[:32], tokens[32:]
+        fit = tokens[:32]
+        held_out = tokens[32:]
         with torch.no_grad():
-            x, y = gpt2_parts(front, fit)[2].reshape(-1, 32).numpy(), gpt2_parts(back, fit)[1].reshape(-1, 32).numpy()
+            x = gpt2_parts(front, fit)[2].reshape(-1, 32).numpy()
+            y = gpt2_parts(back, fit)[1].reshape(-1, 32).numpy()
             new = gpt2_parts(front, held_out)[2].reshape(-1, 32).numpy()
 
             def features(h):
@@ -86,7 +92,9 @@ class TestNumbers:
     @pytest.mark.parametrize("kind", ["linear", "affine", "affine-norm"])
     def test_training_is_torchs_sgd_on_the_whole_stitched_model(self, kind, relative):
         """The same steps by hand: whole models, plain autograd, torch's optimiser, in float64."""
-        front, back, tokens = tiny_gpt2(0).double(), tiny_gpt2(1).double(), rows(12, 10)
+        front = tiny_gpt2(0).double()
+        back = tiny_gpt2(1).double()
+        tokens = rows(12, 10)
         settings = lsim.stitching.StitchTraining(steps=12, lr=0.3, warmup=4, clip=0.7, relative=relative, seed=3)
         result = lsim.stitch(
             front,
@@ -101,17 +109,16 @@ class TestNumbers:
         with torch.no_grad():
             hidden = [gpt2_parts(front, tokens[i : i + 4])[2] for i in (0, 4)]
             theirs = gpt2_parts(back, tokens[:4])[1].numpy()
-        unit, size = 1.0, 1.0
+        unit = 1.0
+        size = 1.0
         if relative:
             unit = float(np.exp(np.log(np.sqrt((theirs**2).mean(-1))).mean()))
             u = hidden[0].numpy()
             u = (u - u.mean(-1, keepdims=True)) / np.sqrt(u.var(-1, keepdims=True) + 1e-5) if kind == "affine-norm" else u
             size = float(np.exp(np.log(np.sqrt((u**2).mean(-1))).mean()))
         start = torch.zeros(32, 32) if kind == "affine-norm" else torch.eye(32)
-        a, b = (
-            torch.zeros(32, 32, dtype=torch.float64, requires_grad=True),
-            torch.zeros(32, dtype=torch.float64, requires_grad=True),
-        )
+        a = torch.zeros(32, 32, dtype=torch.float64, requires_grad=True)
+        b = torch.zeros(32, dtype=torch.float64, requires_grad=True)
         learnt = [a] if kind == "linear" else [a, b]
         optimiser = torch.optim.SGD(learnt, lr=1.0, momentum=0.9, nesterov=True)
         schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -175,7 +182,8 @@ class TestNumbers:
 
     @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_padding_changes_nothing(self):
-        front, back = tiny_llama(seed=0).double(), tiny_llama(seed=1).double()
+        front = tiny_llama(seed=0).double()
+        back = tiny_llama(seed=1).double()
         lengths = [5, 12, 9, 2]
         ragged = [rows(4, 12)[i, :n].tolist() for i, n in enumerate(lengths)]
         together = lsim.stitch(front, back, lsim.Data({"input_ids": ragged}, batch_size=4), at=(1, 0), adapter="identity")
@@ -189,7 +197,9 @@ class TestNumbers:
 
     @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_skipped_positions_are_fitted_and_not_counted(self):
-        model, other, tokens = tiny_llama(), tiny_llama(seed=1), rows(20, 10)
+        model = tiny_llama()
+        other = tiny_llama(seed=1)
+        tokens = rows(20, 10)
         all_of_it = lsim.stitch(model, other, lsim.Data(tokens, batch_size=4), at=(0, 0), adapter="linear", fit="lstsq")
         later = lsim.stitch(
             model, other, lsim.Data(tokens, batch_size=4, skip_first=4), at=(0, 0), adapter="linear", fit="lstsq"
@@ -200,7 +210,9 @@ class TestNumbers:
 
     @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_held_out_rows_do_not_depend_on_the_batch_size(self):
-        model, other, tokens = tiny_llama(), tiny_llama(seed=1), rows(37)
+        model = tiny_llama()
+        other = tiny_llama(seed=1)
+        tokens = rows(37)
         sizes = [
             lsim.stitch(model, other, lsim.Data(tokens, batch_size=n), at=(0, 0), adapter="linear", fit="lstsq")
             for n in (1, 5, 37)
@@ -212,7 +224,9 @@ class TestNumbers:
 
     @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_the_last_fifth_is_held_out(self):
-        model, other, tokens = tiny_llama(), tiny_llama(seed=1), rows(40, 10)
+        model = tiny_llama()
+        other = tiny_llama(seed=1)
+        tokens = rows(40, 10)
         result = lsim.stitch(model, other, lsim.Data(tokens, batch_size=4), at=(0, 0), adapter="linear", fit="lstsq")
         apart = lsim.stitch(
             model, other, lsim.Data(tokens[:32], batch_size=4), at=(0, 0), adapter="linear", fit="lstsq", eval_data=tokens[32:]
@@ -225,8 +239,11 @@ class TestNumbers:
 
     @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_evaluation_data_is_read_as_the_data_or_by_options_of_its_own(self):
-        model, other, tokens = tiny_llama(), tiny_llama(seed=1), rows(40, 10)
-        data, options = lsim.Data(tokens[:32], batch_size=4, skip_first=2), {"at": (0, 0), "adapter": "linear", "fit": "lstsq"}
+        model = tiny_llama()
+        other = tiny_llama(seed=1)
+        tokens = rows(40, 10)
+        data = lsim.Data(tokens[:32], batch_size=4, skip_first=2)
+        options = {"at": (0, 0), "adapter": "linear", "fit": "lstsq"}
         like = lsim.stitch(model, other, data, eval_data=tokens[32:], **options)
         for own, count in ((lsim.Data(tokens[32:]), 8 * 9), (lsim.Data(tokens[32:], positions=slice(2, 5)), 8 * 3)):
             result = lsim.stitch(model, other, data, eval_data=own, **options)
@@ -237,7 +254,8 @@ class TestNumbers:
     @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_the_evaluated_adapter_is_the_one_returned(self):
         weight = torch.randn(32, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        front, back = tiny_gpt2(0), tiny_gpt2(1)
+        front = tiny_gpt2(0)
+        back = tiny_gpt2(1)
         wide = lsim.stitch(front, back, rows(4), at=(0, 0), adapter=lsim.stitching.Adapter("linear", weight))
         narrow = lsim.stitch(front, back, rows(4), at=(0, 0), adapter=lsim.stitching.Adapter("linear", weight.float()))
         assert wide.loss == narrow.loss
@@ -255,7 +273,8 @@ class TestNumbers:
             )
 
     def test_the_tokenizer_of_either(self):
-        front, back = tiny_llama(), tiny_llama(seed=1)
+        front = tiny_llama()
+        back = tiny_llama(seed=1)
         back.tokenizer = tiny_tokenizer()
         by_text = lsim.stitch(front, back, ["w5 w6 w7 w8"], at=(0, 0), adapter="identity")
         by_ids = lsim.stitch(front, back, torch.tensor([[1, 5, 6, 7, 8]]), at=(0, 0), adapter="identity")
@@ -263,7 +282,9 @@ class TestNumbers:
 
     @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_labels_of_ones_own(self):
-        model, other, tokens = tiny_gpt2(0), tiny_gpt2(1), rows(6, 8)
+        model = tiny_gpt2(0)
+        other = tiny_gpt2(1)
+        tokens = rows(6, 8)
         shifted = torch.full_like(tokens, -100)
         shifted[:, :-1] = tokens[:, 1:]
         usual = lsim.stitch(model, other, tokens, at=(0, 0), adapter="identity")
@@ -274,7 +295,8 @@ class TestNumbers:
         assert int(fewer.text_tokens.sum()) == 6 * 3
 
     def test_the_interval_does_not_depend_on_the_batch_size(self):
-        front, back = tiny_llama(), tiny_llama(seed=1)
+        front = tiny_llama()
+        back = tiny_llama(seed=1)
         ragged = {"input_ids": [rows(25, 12)[i, : 3 + i % 9].tolist() for i in range(25)]}
         fine = lsim.stitch(front, back, lsim.Data(ragged, batch_size=2), at=(0, 0), adapter="identity")
         coarse = lsim.stitch(front, back, lsim.Data(ragged, batch_size=25), at=(0, 0), adapter="identity")

@@ -20,7 +20,8 @@ class Unread(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embed, self.head = torch.nn.Embedding(100, 32), torch.nn.Linear(32, 100)
+        self.embed = torch.nn.Embedding(100, 32)
+        self.head = torch.nn.Linear(32, 100)
         self.steps = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(2))
 
     def forward(self, tokens):
@@ -47,7 +48,8 @@ class TestRefusals:
         """Let the back return these losses, with its true gradients."""
         from tl_layersim.sources.partial_forward import LocalSplitModel
 
-        plain, losses = LocalSplitModel.loss_and_gradient, iter(values)
+        plain = LocalSplitModel.loss_and_gradient
+        losses = iter(values)
         monkeypatch.setattr(LocalSplitModel, "loss_and_gradient", lambda self, *given: (next(losses), plain(self, *given)[1]))
 
     @pytest.mark.light("10-nan")
@@ -56,7 +58,8 @@ class TestRefusals:
     def test_an_exploding_loss_stops_and_keeps_the_best(self, monkeypatch, bad, good):
         from tl_layersim.stitching.fitting import StitchDescent
 
-        seen, plain = {}, StitchDescent.apply
+        seen = {}
+        plain = StitchDescent.apply
 
         def noted(self):
             plain(self)
@@ -80,7 +83,8 @@ class TestRefusals:
     @pytest.mark.heavy("seconds, where faster tests reach the same")
     @pytest.mark.parametrize("steps", [8, 60])
     def test_a_loss_that_ends_higher_is_reported_and_the_best_kept(self, steps):
-        model, tokens = tiny_llama(), rows(200)
+        model = tiny_llama()
+        tokens = rows(200)
         with torch.no_grad():
             logits = model(tokens).logits
         labels = logits.argmax(-1)
@@ -119,7 +123,8 @@ class TestRefusals:
 
     @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_layers_by_name(self):
-        model, other = tiny_llama(), tiny_llama(seed=1)
+        model = tiny_llama()
+        other = tiny_llama(seed=1)
         expected = lsim.stitch(model, other, rows(), at=(0, 1), adapter="identity")
         for at in (
             ("blocks.0.hook_resid_post", "blocks.1.hook_resid_post"),
@@ -130,7 +135,8 @@ class TestRefusals:
 
     @pytest.mark.heavy("trains three times")
     def test_half_precision(self):
-        front, back = tiny_llama(), tiny_llama(seed=1, dtype=torch.float16)
+        front = tiny_llama()
+        back = tiny_llama(seed=1, dtype=torch.float16)
         with pytest.raises(lsim.LayersimError, match=r"`fit`.*float16"):
             lsim.stitch(front, back, rows(), at=(0, 0), fit="sgd")
         for dtype in (torch.float16, torch.bfloat16):
@@ -230,8 +236,11 @@ class TestRefusals:
     def test_models_and_data_that_cannot_be_stitched(self):
         from transformers import GPT2Config, GPT2LMHeadModel
 
-        plain, other, broken = tiny_llama(), tiny_llama(seed=1), tiny_llama()
-        plain.tokenizer, other.tokenizer = tiny_tokenizer(), tiny_tokenizer(90)
+        plain = tiny_llama()
+        other = tiny_llama(seed=1)
+        broken = tiny_llama()
+        plain.tokenizer = tiny_tokenizer()
+        other.tokenizer = tiny_tokenizer(90)
         with torch.no_grad():
             broken.model.layers[2].mlp.down_proj.weight.fill_(torch.nan)
         short = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=100, n_positions=8)).eval()

@@ -23,9 +23,11 @@ class TestInterrupts:
     def test_the_same_call_goes_on_with_the_same_numbers(self, tmp_path, monkeypatch, after):
         from tl_layersim.sources.partial_forward import LocalSplitModel
 
-        front, back = tiny_llama(), tiny_llama(seed=1)
+        front = tiny_llama()
+        back = tiny_llama(seed=1)
         whole = lsim.stitch(front, back, self.DATA, **self.OPTIONS)
-        plain, calls = LocalSplitModel.loss_and_gradient, []
+        plain = LocalSplitModel.loss_and_gradient
+        calls = []
 
         def interrupted(self, *given):
             if len(calls) == after:
@@ -50,7 +52,8 @@ class TestInterrupts:
 
     @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_another_call_is_refused(self, tmp_path):
-        front, back = tiny_llama(), tiny_llama(seed=1)
+        front = tiny_llama()
+        back = tiny_llama(seed=1)
         options = {**self.OPTIONS, "checkpoint": tmp_path / "stitch.safetensors"}
         lsim.stitch(front, back, self.DATA, **options)
         for change in (
@@ -71,7 +74,9 @@ class TestInterrupts:
             lsim.stitch(front, tiny_llama(seed=2), self.DATA, **options)
 
     def test_given_adapters_are_told_apart(self, tmp_path):
-        front, back, path = tiny_llama(), tiny_llama(seed=1), tmp_path / "stitch.safetensors"
+        front = tiny_llama()
+        back = tiny_llama(seed=1)
+        path = tmp_path / "stitch.safetensors"
         weight = torch.randn(32, 32, generator=torch.Generator().manual_seed(0))
         lsim.stitch(
             front, back, rows(), at=(0, 0), adapter=lsim.stitching.Adapter("affine", weight, torch.zeros(32)), checkpoint=path
@@ -86,7 +91,9 @@ class TestInterrupts:
 
     @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_calls_with_other_targets_or_held_out_rows_are_told_apart(self, tmp_path):
-        front, back, labels = tiny_llama(), tiny_llama(seed=1), random_tokens(20, 16, 7)
+        front = tiny_llama()
+        back = tiny_llama(seed=1)
+        labels = random_tokens(20, 16, 7)
         options = {"at": (0, 0), "adapter": "identity", "labels": "data", "checkpoint": tmp_path / "a"}
         lsim.stitch(front, back, {"input_ids": rows(20), "labels": labels}, **options)
         with pytest.raises(lsim.LayersimError, match="belongs to another run"):
@@ -118,7 +125,9 @@ class TestInterrupts:
     def test_trouble_after_the_training_loses_nothing(self, tmp_path, monkeypatch):
         from tl_layersim.stitching.stitch import StitchExperiment
 
-        front, back, path = tiny_llama(), tiny_llama(seed=1), tmp_path / "stitch.safetensors"
+        front = tiny_llama()
+        back = tiny_llama(seed=1)
+        path = tmp_path / "stitch.safetensors"
         whole = lsim.stitch(front, back, self.DATA, **self.OPTIONS)
 
         def interrupted(*given):
@@ -142,7 +151,8 @@ class TestInterrupts:
         monkeypatch.setattr(LocalSplitModel, "loss_and_gradient", lambda self, *given: calls.append(1) or plain(self, *given))
         bad = random_tokens(4, 16)
         bad[-1, -1] = 5000
-        data, held_out = {"input_ids": rows()}, {"input_ids": random_tokens(4, 16, 3), "labels": bad}
+        data = {"input_ids": rows()}
+        held_out = {"input_ids": random_tokens(4, 16, 3), "labels": bad}
         with pytest.raises(lsim.LayersimError, match=r"`labels`.*5000"):
             lsim.stitch(
                 tiny_llama(), tiny_llama(seed=1), lsim.Data({**data, "labels": rows().flip(1)}, batch_size=4), at=(0, 0),
@@ -159,7 +169,8 @@ class TestInterrupts:
         options = {"layers": [0, 2], "fit": "sgd", "training": lsim.stitching.StitchTraining(steps=4, warmup=1)}
         data = lsim.Data(rows(), batch_size=2)
         whole = lsim.stitch_grid(models, data, **options)
-        plain, calls = LocalSplitModel.loss_and_gradient, []
+        plain = LocalSplitModel.loss_and_gradient
+        calls = []
 
         def interrupted(self, *given):
             if len(calls) == 18:

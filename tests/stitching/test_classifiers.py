@@ -45,7 +45,8 @@ class TestClassifiers:
     def test_accuracy_penalty(self, name):
         base = self.build(name, 0)
         tuned = self.build(name, 1, base)
-        tokens, classes = rows(30, 9), torch.arange(30) % 3
+        tokens = rows(30, 9)
+        classes = torch.arange(30) % 3
         data = {"input_ids": tokens, "labels": classes}
         # The first two blocks are the same in both, so nothing is lost below the third.
         for layer in (0, 1):
@@ -66,7 +67,8 @@ class TestClassifiers:
 
     @pytest.mark.heavy("many stitches")
     def test_the_class_of_a_row_does_not_need_its_first_positions(self):
-        base, tuned = self.build("bert", 0), self.build("bert", 1)
+        base = self.build("bert", 0)
+        tuned = self.build("bert", 1)
         data = {"input_ids": rows(12, 9), "labels": torch.arange(12) % 3}
         result = lsim.stitch(base, tuned, data, at=(2, 2), adapter="identity")
         later = lsim.stitch(base, tuned, lsim.Data(data, skip_first=2), at=(2, 2), adapter="identity")
@@ -77,7 +79,8 @@ class TestClassifiers:
 
     @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_padded_rows_and_training(self):
-        base, tuned = self.build("bert", 0), self.build("bert", 1)
+        base = self.build("bert", 0)
+        tuned = self.build("bert", 1)
         data = {"input_ids": [rows(20, 9)[i, : 4 + i % 5].tolist() for i in range(20)], "labels": [i % 3 for i in range(20)]}
         result = lsim.stitch(base, tuned, lsim.Data(data, batch_size=4), at=(2, 2), fit="sgd", training=QUICK)
         assert len(result.curve) == 30
@@ -96,7 +99,8 @@ class TestClassifiers:
 
     def test_the_last_token_is_the_one_that_the_back_reads(self):
         """The tokenizer pads with another token than the classifier's own configuration names."""
-        base, tuned = self.build("llama", 0), self.build("llama", 1)
+        base = self.build("llama", 0)
+        tuned = self.build("llama", 1)
         base.tokenizer = tuned.tokenizer = tiny_tokenizer()
         data = {
             "text": [" ".join(f"w{3 + (7 * i + j) % 90}" for j in range(2 + i % 6)) for i in range(20)],
@@ -134,11 +138,14 @@ class TestClassifiers:
 class TestHeadsThatPool:
     @pytest.mark.parametrize("name", ["modernbert mean", "dinov2"])
     def test_the_score_is_that_of_the_swapped_model(self, name):
-        case, classes = CASES[name], torch.tensor([0, 2, 1, 1, 0])
-        front, back = case.build(0), case.build(1)
+        case = CASES[name]
+        classes = torch.tensor([0, 2, 1, 1, 0])
+        front = case.build(0)
+        back = case.build(1)
         data = case.data(labels=classes)
         result = lsim.stitch(front, back, lsim.Data(data, batch_size=3), at=(1, 1), adapter="identity", eval_data=data)
-        own, stitched = [], []
+        own = []
+        stitched = []
         for row in case.rows():
             second = block_outputs(front, case.paths, row)[1]
             block = back.get_submodule(case.paths[1])

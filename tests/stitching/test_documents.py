@@ -69,7 +69,8 @@ def test_one_document_is_split_with_a_warning():
 
 def test_the_interval_is_over_texts_and_few_are_warned_of():
     """Rows of one text are summed before blocks are made; another choice of texts changes the interval alone."""
-    front, back = tiny_llama(), tiny_llama(seed=1)
+    front = tiny_llama()
+    back = tiny_llama(seed=1)
     tokens = random_tokens(12, 7)
     groups = [0, 0, 1, 1, 1, 2, 3, 3, 4, 5, 5, 6]
     with pytest.warns(lsim.LayersimWarning, match=r"7 texts \(12 rows\)"):
@@ -85,7 +86,8 @@ def test_the_interval_is_over_texts_and_few_are_warned_of():
 
 
 def test_a_fit_with_other_texts_does_not_continue(tmp_path):
-    front, back = tiny_llama(), tiny_llama(seed=1)
+    front = tiny_llama()
+    back = tiny_llama(seed=1)
     columns = {"input_ids": random_tokens(12, 7)}
     for documents in ([0] * 4 + list(range(8)), list(range(8)) + [7] * 4):
         data = lsim.Data(columns | {"document": documents}, groups="document")

@@ -50,7 +50,8 @@ class TestEveryKind:
         result = lsim.stitch(gpt2_of_kind(kind, 0), gpt2_of_kind(kind, 1), tokens, at=(1, 0), adapter="identity")
         plain = lsim.stitch(tiny_gpt2(0), tiny_gpt2(1), tokens, at=(1, 0), adapter="identity")
         with torch.no_grad():
-            ours, theirs = result.model(tokens), plain.model(tokens)
+            ours = result.model(tokens)
+            theirs = plain.model(tokens)
         ours = getattr(ours, "logits", ours)
         torch.testing.assert_close(ours, theirs.logits, rtol=1e-4, atol=1e-5)
         lens = lsim.analyze(result.model, tokens, [lsim.LogitLens()])["logit_lens"]
@@ -96,7 +97,8 @@ class TestEveryKind:
 
     @pytest.mark.heavy("a simulated server")
     def test_both_ends_of_a_remote_back(self):
-        there, first = gpt2_of_kind("nnsight", 1), "blocks.0.hook_resid_pre"
+        there = gpt2_of_kind("nnsight", 1)
+        first = "blocks.0.hook_resid_pre"
         for at in ((2, 2), (first, first)):
             here = lsim.stitch(tiny_gpt2(0), tiny_gpt2(1), rows(4, 8), at=at, adapter="identity")
             result = lsim.stitch(tiny_gpt2(0), lsim.open_model(there, remote="local"), rows(4, 8), at=at, adapter="identity")

@@ -14,7 +14,8 @@ from .helpers import rows
 @pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_can_be_entered_at_every_layer(name):
-    model, other = family(name), family(name, 1)
+    model = family(name)
+    other = family(name, 1)
     masked = "Masked" in type(model).__name__
     more = {"labels": rows(4, 10).roll(1, 1)} if masked else {}
     for layer in open_split_model(model).model.layers:

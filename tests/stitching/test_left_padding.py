@@ -67,7 +67,8 @@ def test_models_that_run_through_padding_are_refused(at_front):
     ids, mask = left(ROWS)
     with pytest.raises(lsim.LayersimError, match=r"`attention_mask`.*left"), torch.no_grad():
         model(ids, attention_mask=mask)
-    right, ahead = ids.flip(1), mask.flip(1)
+    right = ids.flip(1)
+    ahead = mask.flip(1)
     with torch.no_grad():
         found = model(right, attention_mask=ahead).logits
         assert torch.allclose(found[1, :5], model(ROWS[1].flip(0)[None]).logits[0], atol=1e-4)

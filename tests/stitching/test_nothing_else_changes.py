@@ -18,7 +18,8 @@ class TestNothingElseChanges:
     @pytest.mark.light("identity")
     @pytest.mark.parametrize("kind", ["identity", "affine", "affine-norm"])
     def test_no_gradient_reaches_a_weight(self, kind):
-        front, back = tiny_llama().train(), tiny_llama(seed=1).train()
+        front = tiny_llama().train()
+        back = tiny_llama(seed=1).train()
         list(back.parameters())[3].requires_grad_(False)
         flags = [[p.requires_grad for p in m.parameters()] for m in (front, back)]
         sums = [[float(p.detach().double().sum()) for p in m.parameters()] for m in (front, back)]
@@ -38,7 +39,8 @@ class TestNothingElseChanges:
                 assert not module._forward_pre_hooks
 
     def test_nor_after_an_exception(self, monkeypatch):
-        front, back = tiny_llama(), tiny_llama(seed=1)
+        front = tiny_llama()
+        back = tiny_llama(seed=1)
         monkeypatch.setattr(back.lm_head, "forward", lambda x: (_ for _ in ()).throw(RuntimeError("broken head")))
         with pytest.raises(lsim.LayersimError, match="broken head"):
             lsim.stitch(front, back, rows(), at=(1, 1), adapter="identity")
@@ -50,11 +52,13 @@ class TestNothingElseChanges:
                 assert not module._forward_pre_hooks
 
     def test_no_block_below_the_stitch_point_runs_in_a_step(self):
-        front, back = tiny_llama(4), tiny_llama(4, seed=1)
+        front = tiny_llama(4)
+        back = tiny_llama(4, seed=1)
         runs = dict.fromkeys(range(4), 0)
         for number, block in enumerate(back.model.layers):
             block.mlp.register_forward_hook(lambda *_, n=number: runs.update({n: runs[n] + 1}))
-        split_model, other = open_split_model(back), open_split_model(front)
+        split_model = open_split_model(back)
+        other = open_split_model(front)
         batches = lsim_batches(rows(4))
         split_model.tuples()
         runs.update(dict.fromkeys(runs, 0))
@@ -71,7 +75,8 @@ class TestNothingElseChanges:
             "hidden",
             lambda self, batch, layer: calls.append(self.model.weights_hash) or plain(self, batch, layer),
         )
-        front, back = tiny_llama(), tiny_llama(seed=1)
+        front = tiny_llama()
+        back = tiny_llama(seed=1)
         result = lsim.stitch(
             front, back, lsim.Data(rows(20), batch_size=4), at=(0, 0), adapter="affine-norm", fit="sgd", training=QUICK
         )
@@ -81,7 +86,8 @@ class TestNothingElseChanges:
 
     @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_inside_a_users_own_contexts(self):
-        front, back = tiny_llama(), tiny_llama(seed=1)
+        front = tiny_llama()
+        back = tiny_llama(seed=1)
         options = {"at": (1, 1), "adapter": "affine-norm", "fit": "sgd", "training": QUICK}
         data = lsim.Data(rows(), batch_size=6)
         plain = lsim.stitch(front, back, data, **options)
@@ -93,7 +99,8 @@ class TestNothingElseChanges:
             assert lsim.stitch(front, back, data, **options).penalty == plain.penalty
 
     def test_hooks_below_the_stitch_point_do_not_touch_what_is_put_there(self):
-        front, back = tiny_llama(), tiny_llama(seed=1)
+        front = tiny_llama()
+        back = tiny_llama(seed=1)
         plain = lsim.stitch(front, back, rows(4), at=(1, 1), adapter="identity")
         handles = [back.model.layers[0].register_forward_hook(lambda _m, _a, out: out * 3)]
         handles.append(back.model.layers[0].register_forward_pre_hook(lambda _m, args: (args[0] * 2,)))

@@ -56,7 +56,9 @@ class TestGroups:
 
     def test_groups_by_stitch_point(self, grid):
         found = lsim.many.compare_groups(grid)
-        p, q, mean = [0, 2], [1, 3], found["mean"].sel
+        p = [0, 2]
+        q = [1, 3]
+        mean = found["mean"].sel
         np.testing.assert_allclose(mean(comparison="within p"), (grid.penalty[0, 2] + grid.penalty[2, 0]) / 2)
         np.testing.assert_allclose(mean(comparison="q into p"), grid.penalty[q][:, p].mean((0, 1)))
         deviation = found["sd"].sel(comparison="p into q")
@@ -108,7 +110,8 @@ def test_a_front_runs_once_a_batch_for_all_backs(tmp_path):
 @pytest.mark.parametrize("fit", ["lstsq", "sgd"])
 def test_fits_read_the_same_activations(fit, monkeypatch):
     made = {"a": tiny_llama(), "b": tiny_llama(seed=1)}
-    data, options = lsim.Data(rows(80), batch_size=4), {"adapter": "affine", "fit": fit}
+    data = lsim.Data(rows(80), batch_size=4)
+    options = {"adapter": "affine", "fit": fit}
     options |= {"training": lsim.stitching.StitchTraining(steps=3)} if fit == "sgd" else {}
     grid = lsim.stitch_grid(made, data, layers=[1], **options)
     one = lsim.stitch(made["a"], made["b"], data, at=(1, 1), **options)

@@ -17,7 +17,8 @@ from .helpers import gpt2_of_kind, lsim_batches, next_token_loss, rows
 class TestStitchedModel:
     @pytest.fixture(scope="class")
     def result(self):
-        front, back = tiny_llama(), tiny_llama(seed=1)
+        front = tiny_llama()
+        back = tiny_llama(seed=1)
         front.tokenizer = back.tokenizer = tiny_tokenizer()
         return lsim.stitch(front, back, lsim.Data(rows(), batch_size=4), at=(1, 0), fit="lstsq")
 
@@ -33,7 +34,8 @@ class TestStitchedModel:
         assert text.startswith("w5 w6")
 
     def test_making_it_changes_no_mode(self):
-        front, back = tiny_llama().train(), tiny_llama(seed=1)
+        front = tiny_llama().train()
+        back = tiny_llama(seed=1)
         _ = lsim.stitch(front, back, rows(4), at=(0, 0), adapter="identity").model
         assert front.training
         assert all(module.training for module in front.modules())
@@ -59,7 +61,8 @@ class TestStitchedModel:
                     parameter.mul_(4 if kind == "gpt2" else 1)
             return model
 
-        front, back = strong(kinds[0], 0), strong(kinds[1], 1)
+        front = strong(kinds[0], 0)
+        back = strong(kinds[1], 1)
         joined = lsim.stitch(front, back, rows(4), at=(1, 0), adapter="identity").model
         options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 2}
         tokens = rows(2)
@@ -70,7 +73,8 @@ class TestStitchedModel:
 
     @pytest.mark.heavy("every analyzer of a stitched model")
     def test_one_model_twice_is_measured_above_the_stitch_point(self):
-        model, tokens = tiny_llama(), rows(8)
+        model = tiny_llama()
+        tokens = rows(8)
         turn = lsim.stitching.Adapter(
             "linear", torch.linalg.qr(torch.randn(32, 32, generator=torch.Generator().manual_seed(0)))[0]
         )
@@ -81,7 +85,8 @@ class TestStitchedModel:
             one, other = (lsim.analyze(m, tokens, analyzers) for m in (twice, apart))
             for name in one:
                 for field in one[name].tensor_fields():
-                    a, b = getattr(one[name], field), getattr(other[name], field)
+                    a = getattr(one[name], field)
+                    b = getattr(other[name], field)
                     torch.testing.assert_close(a, b, equal_nan=True, msg=f"{at} {name} {field}")
             with lsim.attach(twice, [lsim.LogitLens()]) as probe, torch.no_grad():
                 twice(tokens)
@@ -91,7 +96,8 @@ class TestStitchedModel:
         from tl_layersim.remote.open_model import open_source
         from tl_layersim.stitching.stitch import point_number
 
-        front, back = tiny_llama(), tiny_llama(seed=1)
+        front = tiny_llama()
+        back = tiny_llama(seed=1)
         split_model = open_split_model(front)
         [batch] = lsim_batches(rows(4), 4)
         for at in ((0, "blocks.0.hook_resid_pre"), ("blocks.0.hook_resid_pre", "blocks.0.hook_resid_pre"), (1, 0)):
@@ -102,7 +108,8 @@ class TestStitchedModel:
             )
 
     def test_another_adapter_is_another_model(self, tmp_path):
-        front, back = tiny_llama(), tiny_llama(seed=1)
+        front = tiny_llama()
+        back = tiny_llama(seed=1)
         joined = [
             lsim.stitch(front, back, rows(4), at=(0, 0), adapter=lsim.stitching.Adapter("linear", torch.eye(32) * size)).model
             for size in (1, 2)
@@ -112,7 +119,8 @@ class TestStitchedModel:
             lsim.analyze(joined[1], rows(4), [lsim.CKA(minibatch=32)], checkpoint=tmp_path / "f")
 
     def test_the_tokenizer_that_was_given(self):
-        front, back = tiny_llama(), tiny_llama(seed=1)
+        front = tiny_llama()
+        back = tiny_llama(seed=1)
         result = lsim.stitch(front, back, lsim.Data(["w5 w6 w7 w8"], tokenizer=tiny_tokenizer()), at=(0, 0), adapter="identity")
         options = {"max_new_tokens": 2, "eos_token_id": None, "pad_token_id": 2}
         assert result.model.generate("w5 w6", do_sample=False, **options).startswith("w5 w6")
@@ -135,7 +143,8 @@ class TestStitchedModel:
                 return self.head(x)
 
         paths = [f"steps.{i}" for i in range(3)]
-        front, back = Own(0), Own(1)
+        front = Own(0)
+        back = Own(1)
         result = lsim.stitch(
             lsim.open_model(front, layers=paths), lsim.open_model(back, layers=paths), rows(4), at=(1, 0), adapter="identity"
         )
@@ -148,7 +157,8 @@ class TestStitchedModel:
     @pytest.mark.heavy("a bridge")
     def test_a_bridge_generates(self):
         result = lsim.stitch(gpt2_of_kind("bridge", 0), gpt2_of_kind("bridge", 1), rows(4, 8), at=(0, 0), adapter="identity")
-        tokens, expected = rows(1, 4), rows(1, 4)
+        tokens = rows(1, 4)
+        expected = rows(1, 4)
         with torch.no_grad():
             for _ in range(4):
                 logits = result.model(expected)

@@ -131,7 +131,8 @@ def hooked(module, at, down, up):
         def change(_module, _args, output):
             h = output[0] if isinstance(output, tuple) else output
             if number in at:
-                a, b = down[at.index(number)], up[at.index(number)]
+                a = down[at.index(number)]
+                b = up[at.index(number)]
                 h = h + (h @ a.T) @ b.T
             seen.append(h)
             return (h, *output[1:]) if isinstance(output, tuple) else h

@@ -20,7 +20,8 @@ from .helpers import Stop, cut_after, equal, hooked, traced, train
 # Random tokens have nothing in common.
 pytestmark = pytest.mark.filterwarnings("ignore:On held-out data the aligned loss rose")
 
-D, L = 32, 3
+D = 32
+L = 3
 
 
 def exact_llama():
@@ -35,7 +36,8 @@ def exact_llama():
 
 def naive_losses(module, data, at, down, up):
     """Mean cross-entropy of each layer from whole logits."""
-    tokens, mask = data["input_ids"], data["attention_mask"]
+    tokens = data["input_ids"]
+    mask = data["attention_mask"]
     with hooked(module, at, down, up) as seen:
         module(tokens, attention_mask=mask, use_cache=False)
     pair = (mask[:, :-1] * mask[:, 1:]).bool()
@@ -60,8 +62,10 @@ def test_losses_and_gradients_are_those_of_plain_torch(at, rows_at_once, monkeyp
     import nnsight
 
     monkeypatch.setattr(low_rank_adapters, "LOGITS_AT_ONCE", 100 * rows_at_once)
-    calls, plain = [], low_rank_adapters.cross_entropy_slopes
-    module, data = exact_llama().requires_grad_(False), rows(5, 14)
+    calls = []
+    plain = low_rank_adapters.cross_entropy_slopes
+    module = exact_llama().requires_grad_(False)
+    data = rows(5, 14)
     down, up = (part.requires_grad_() for part in random_adapters(len(at)))
     losses = naive_losses(module, data, at, down, up)
     expected = torch.autograd.grad(losses @ linear(), [down, up])
@@ -74,7 +78,9 @@ def test_losses_and_gradients_are_those_of_plain_torch(at, rows_at_once, monkeyp
     targets[:, :-1] = torch.where((mask[:, :-1] * mask[:, 1:]).bool(), data["input_ids"][:, 1:], -100)
     index = (targets.flatten() >= 0).nonzero()[:, 0]
     item = {"index": index, "targets": targets.flatten()[index]}
-    shares, blocks, unembed = linear().tolist(), source.blocks, source.lens
+    shares = linear().tolist()
+    blocks = source.blocks
+    unembed = source.lens
     with source.envoy.trace(data["input_ids"], attention_mask=mask, use_cache=False):
         with torch.enable_grad():
             sums, slopes = low_rank_adapters.loss_and_gradient(blocks, unembed, False, at, item, down, up, shares)
@@ -89,14 +95,16 @@ def test_losses_and_gradients_are_those_of_plain_torch(at, rows_at_once, monkeyp
 
 @pytest.mark.parametrize("at", [None, [0, 2]])
 def test_steps_are_those_of_a_plain_adamw(at):
-    data, held = rows(6, 16), rows(9, 16, seed=9)
+    data = rows(6, 16)
+    held = rows(9, 16, seed=9)
     found = train(traced(exact_llama()), data, at=at, steps=5, batch_size=6, lr=0.02, seed=7, eval_data=held)
     where = [0, 1, 2] if at is None else at
     made = torch.Generator().manual_seed(7)
     down = (torch.randn(len(where), 3, D, generator=made, dtype=torch.float64) / math.sqrt(D)).requires_grad_()
     up = torch.zeros(len(where), D, 3, dtype=torch.float64).requires_grad_()
     optimiser = torch.optim.AdamW([down, up], lr=0.02)
-    module, curves = exact_llama().requires_grad_(False), []
+    module = exact_llama().requires_grad_(False)
+    curves = []
     before = naive_losses(module, held, where, down, up).detach()
     for step in range(5):
         # All rows are in each step, in whatever order.
@@ -117,7 +125,8 @@ def test_steps_are_those_of_a_plain_adamw(at):
 
 
 def test_each_step_takes_other_rows_and_each_row_its_turn(monkeypatch):
-    seen, plain = [], AdapterSteps._item
+    seen = []
+    plain = AdapterSteps._item
 
     def item(self, *given):
         made = plain(self, *given)
@@ -164,7 +173,8 @@ def test_layers_learn_on_held_out_text():
 
 
 def test_nothing_changes_before_the_first_step():
-    model, tokens = traced(), random_tokens(2, 9)
+    model = traced()
+    tokens = random_tokens(2, 9)
     found = train(model, steps=1)
     nothing = replace(found, up=torch.zeros_like(found.up))
     with model.trace(tokens):
@@ -204,7 +214,8 @@ def test_one_rate_is_as_good_for_a_stream_of_any_size():
         return traced(module)
 
     # Root mean square norms undo the factor, up to their epsilon.
-    plain, large = train(larger(10)), train(larger(10_000))
+    plain = train(larger(10))
+    large = train(larger(10_000))
     torch.testing.assert_close(plain.curves, large.curves, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(plain.up, large.up, rtol=1e-2, atol=1e-4)
 
@@ -221,7 +232,8 @@ def test_the_model_is_left_as_it_was(monkeypatch):
         assert {n for n, p in module.named_parameters() if not p.requires_grad} == {"lm_head.weight"}
         assert all(p.grad is None for p in module.parameters())
 
-    learning, plain = [], low_rank_adapters.loss_and_gradient
+    learning = []
+    plain = low_rank_adapters.loss_and_gradient
 
     def loss_and_gradient(*given):
         learning.extend(name for name, p in module.named_parameters() if p.requires_grad)
@@ -249,7 +261,8 @@ def test_dropout_is_off():
 
 
 def test_half_precision_learns_in_float32():
-    found, exact = train(traced(tiny_llama(dtype=torch.bfloat16))), train(traced())
+    found = train(traced(tiny_llama(dtype=torch.bfloat16)))
+    exact = train(traced())
     assert found.down.dtype == found.up.dtype == torch.float32
     torch.testing.assert_close(found.curves, exact.curves, rtol=0, atol=0.1)
 

@@ -14,14 +14,16 @@ from .helpers import equal, hooked, traced, train
 # Random tokens have nothing in common.
 pytestmark = pytest.mark.filterwarnings("ignore:On held-out data the aligned loss rose")
 
-D, L = 32, 3
+D = 32
+L = 3
 
 
 @pytest.mark.light("False-tiny_llama")
 @pytest.mark.parametrize("make", [tiny_llama, tiny_gpt2])
 @pytest.mark.parametrize("remote", [False, "local"])
 def test_applied_in_a_trace_as_by_hooks(make, remote, tmp_path):
-    module, tokens = make(), random_tokens(2, 9)
+    module = make()
+    tokens = random_tokens(2, 9)
     found = train(traced(module), at=[1], lr=0.05)
     found.save(tmp_path / "adapters.safetensors")
     found = lsim.load(tmp_path / "adapters.safetensors")
@@ -50,8 +52,10 @@ def test_applied_in_a_trace_as_by_hooks(make, remote, tmp_path):
 
 
 def test_applied_at_each_step_of_generation():
-    module, tokens = tiny_llama(), random_tokens(1, 9)
-    model, found = traced(module), train(traced(module), lr=0.1, steps=8)
+    module = tiny_llama()
+    tokens = random_tokens(1, 9)
+    model = traced(module)
+    found = train(traced(module), lr=0.1, steps=8)
     with model.generate(max_new_tokens=4, do_sample=False) as tracer:
         with tracer.invoke(tokens):
             for _step in tracer.iter[:4]:

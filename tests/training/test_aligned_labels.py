@@ -40,7 +40,8 @@ def test_a_label_beyond_the_vocabulary_is_refused(make, label):
 
 
 def test_three_labels_that_are_their_own_tokens_are_no_coincidence():
-    model, tokens = tiny_llama(), random_tokens(1, 6)
+    model = tiny_llama()
+    tokens = random_tokens(1, 6)
     labels = torch.full((1, 6), -100)
     labels[0, 1:3] = tokens[0, 1:3]
     assert lsim.training.aligned_loss(model, tokens, labels).isfinite()
@@ -55,16 +56,22 @@ def test_three_labels_that_are_their_own_tokens_are_no_coincidence():
 @pytest.mark.parametrize("argument", ["data", "held out", "eval_data", "labels"])
 @pytest.mark.parametrize("wrong", [4, -1])
 def test_a_class_that_the_head_does_not_have_is_refused_before_the_first_step(argument, wrong):
-    model, pixels, labels = vit(labels=4), torch.randn(40, 3, 8, 8), torch.arange(40) % 4
+    model = vit(labels=4)
+    pixels = torch.randn(40, 3, 8, 8)
+    labels = torch.arange(40) % 4
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    other, where = labels.clone(), {"held out": 39, "eval_data": 5}.get(argument, 7)
+    other = labels.clone()
+    where = {"held out": 39, "eval_data": 5}.get(argument, 7)
     other[where] = wrong
-    data, options = {"pixel_values": pixels, "labels": other}, {}
+    data = {"pixel_values": pixels, "labels": other}
+    options = {}
     if argument == "labels":
-        data, options = pixels, {"labels": other}
+        data = pixels
+        options = {"labels": other}
     elif argument == "eval_data":
         data, options = {"pixel_values": pixels, "labels": labels}, {"eval_data": data}
-    lowest, highest = min(0, wrong), max(3, wrong)
+    lowest = min(0, wrong)
+    highest = max(3, wrong)
     named = "`labels` of `eval_data`" if argument == "eval_data" else "`labels`"
     words = rf"{named} .*from {lowest} to {highest}.*0 to 3"
     with pytest.raises(lsim.LayersimError, match=words):

@@ -77,7 +77,8 @@ class TestLoss:
         same_gradients(ours, gradients(model), 1e-9)
 
     def test_few_logits_are_held(self, monkeypatch):
-        model, tokens = tiny_llama().double(), random_tokens(4, 20)
+        model = tiny_llama().double()
+        tokens = random_tokens(4, 20)
         model.lm_head.bias = torch.nn.Parameter(torch.randn(100).double())
         whole = lsim.training.aligned_loss(model, tokens)
         whole.backward()
@@ -100,7 +101,9 @@ class TestLoss:
 
     def test_heads_that_are_more_than_a_product(self):
         """A classifier behind BERT's pooler goes another way, to the same numbers."""
-        model, tokens, labels = bert().double(), random_tokens(5, 9), torch.tensor([0, 2, NO_LABEL, 1, 1])
+        model = bert().double()
+        tokens = random_tokens(5, 9)
+        labels = torch.tensor([0, 2, NO_LABEL, 1, 1])
         loss = lsim.training.aligned_loss(model, tokens, labels)
         loss.backward()
         ours = gradients(model)
@@ -114,7 +117,9 @@ class TestLoss:
         same_gradients(ours, gradients(model), 1e-9)
 
     def test_vision(self):
-        model, pixels, labels = vit().double(), torch.randn(4, 3, 8, 8).double(), torch.tensor([0, 3, 1, 1])
+        model = vit().double()
+        pixels = torch.randn(4, 3, 8, 8).double()
+        labels = torch.tensor([0, 3, 1, 1])
         loss = lsim.training.aligned_loss(model, pixels, labels, weights="uniform")
         loss.backward()
         ours = gradients(model)
@@ -128,12 +133,16 @@ class TestLoss:
         from transformers import LlamaForSequenceClassification
 
         base = tiny_llama()
-        base.config.num_labels, base.config.pad_token_id = 3, 0
+        base.config.num_labels = 3
+        base.config.pad_token_id = 0
         torch.manual_seed(0)
         model = LlamaForSequenceClassification(base.config).double().eval()
-        tokens, mask = random_tokens(3, 8), torch.ones(3, 8, dtype=torch.long)
-        tokens[1, 5:], mask[1, 5:] = 0, 0
-        tokens[2, :3], mask[2, :3] = 0, 0
+        tokens = random_tokens(3, 8)
+        mask = torch.ones(3, 8, dtype=torch.long)
+        tokens[1, 5:] = 0
+        mask[1, 5:] = 0
+        tokens[2, :3] = 0
+        mask[2, :3] = 0
         labels = torch.tensor([0, 1, 2])
         loss = lsim.training.aligned_loss(model, tokens, labels, weights=[0.0, 0.0, 1.0], attention_mask=mask)
         expected = model(tokens, attention_mask=mask, labels=labels).loss
@@ -145,7 +154,8 @@ class TestLoss:
 
     @pytest.mark.parametrize("side", ["left", "right"])
     def test_labels_at_padding_do_not_count(self, side):
-        model, tokens = tiny_llama().double(), random_tokens(2, 10)
+        model = tiny_llama().double()
+        tokens = random_tokens(2, 10)
         mask = torch.ones(2, 10, dtype=torch.long)
         padding = slice(0, 4) if side == "left" else slice(6, None)
         mask[1, padding] = 0
@@ -159,7 +169,8 @@ class TestLoss:
             lsim.training.aligned_loss(model, tokens, torch.where(mask == 1, NO_LABEL, labels), attention_mask=mask)
 
     def test_padding_changes_nothing(self):
-        model, tokens = tiny_llama().double(), random_tokens(2, 10)
+        model = tiny_llama().double()
+        tokens = random_tokens(2, 10)
         mask = torch.ones(2, 10, dtype=torch.long)
         mask[1, 6:] = 0
         found = lsim.training.aligned_loss(model, tokens, attention_mask=mask)
@@ -172,12 +183,14 @@ class TestLoss:
         assert float(found.detach()) == pytest.approx(float((9 * alone[0] + 5 * alone[1]) / 14), rel=1e-10)
 
     def test_the_last_layer_alone_is_the_models_own_loss(self):
-        model, tokens = tiny_gpt2(), random_tokens(3, 12)
+        model = tiny_gpt2()
+        tokens = random_tokens(3, 12)
         found = lsim.training.aligned_loss(model, tokens, weights=[0, 0, 1])
         assert float(found.detach()) == pytest.approx(float(model(tokens, labels=tokens).loss.detach()), rel=1e-5)
 
     def test_half_precision_is_summed_in_float32(self):
-        model, tokens = tiny_llama(), random_tokens(3, 12)
+        model = tiny_llama()
+        tokens = random_tokens(3, 12)
         wide = float(lsim.training.aligned_loss(model, tokens).detach())
         loss = lsim.training.aligned_loss(model.bfloat16(), tokens)
         loss.backward()
@@ -186,7 +199,8 @@ class TestLoss:
         assert model.lm_head.weight.grad.dtype == torch.bfloat16
 
     def test_far_logits_are_no_nan(self):
-        model, tokens = tiny_llama(), random_tokens(2, 8)
+        model = tiny_llama()
+        tokens = random_tokens(2, 8)
         with torch.no_grad():
             model.lm_head.weight.mul_(1000)
         loss = lsim.training.aligned_loss(model, tokens)

@@ -119,7 +119,8 @@ class TestRun:
         assert raw.provenance.options["batch_size"] == 8
 
     def test_positions_without_a_target(self):
-        tokens, labels = random_tokens(20, 6), torch.full((20, 6), -100)
+        tokens = random_tokens(20, 6)
+        labels = torch.full((20, 6), -100)
         labels[:, 2:4] = random_tokens(20, 2, seed=1)
         expected = lsim.finetune_aligned(tiny_llama(), lsim.Data({"input_ids": tokens, "labels": labels}), SHORT, labels="data")
         labels[:, 4:] = 3

@@ -55,7 +55,8 @@ def test_the_cosine_to_the_last_layer_of_a_bert_classifier_is_of_cls(center):
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_the_collapse_of_a_head_of_rows_is_that_of_its_vectors():
-    case, labels = CASES["dinov2"], torch.tensor([0, 1, 0, 1, 0])
+    case = CASES["dinov2"]
+    labels = torch.tensor([0, 1, 0, 1, 0])
     found = lsim.evaluate_layers(case.build(), case.build(1), case.data(labels=labels))["layers"]
     for number in range(2):
         model = case.build(number)
@@ -73,7 +74,8 @@ def test_the_cosine_to_the_last_layer_of_a_llama_classifier_is_of_the_last_token
 
     torch.manual_seed(0)
     config = tiny_llama().config
-    config.num_labels, config.pad_token_id = 3, 2
+    config.num_labels = 3
+    config.pad_token_id = 2
     model = LlamaForSequenceClassification(config).eval()
     rows, tokens = data()
     found = lsim.evaluate_layers(model, model, rows, center="none")["layers"]

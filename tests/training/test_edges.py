@@ -23,7 +23,8 @@ def finetuned(model):
 @pytest.mark.heavy("two trainings")
 @pytest.mark.parametrize("mode", MODES)
 def test_finetune_aligned_gives_the_same_numbers_inside_a_mode_without_gradients(mode):
-    plain, inside = tiny_llama(), tiny_llama()
+    plain = tiny_llama()
+    inside = tiny_llama()
     expected = finetuned(plain)
     with MODES[mode]():
         tokens = random_tokens()

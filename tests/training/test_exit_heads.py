@@ -64,7 +64,8 @@ def test_the_lens_reads_what_the_training_evaluated(make, data, eval_data, label
 
 
 def test_bfloat16():
-    model, held = tiny_llama(dtype=torch.bfloat16), random_tokens(6, 9, seed=7)
+    model = tiny_llama(dtype=torch.bfloat16)
+    held = random_tokens(6, 9, seed=7)
     result = lsim.finetune_aligned(model, lsim.Data(random_tokens(10, 8), batch_size=4), OWN_HEADS, eval_data=held)
     assert result.heads.weight.dtype == torch.bfloat16
     lens = lsim.analyze(model, held, lsim.LogitLens(heads=result.heads))["logit_lens"]
@@ -73,7 +74,8 @@ def test_bfloat16():
 
 def test_each_head_has_a_bias_of_its_own():
     """Weights and biases follow the gradient of the layer's own cross-entropy."""
-    model, tokens = phi().double(), random_tokens(4, 8)
+    model = phi().double()
+    tokens = random_tokens(4, 8)
     begin = phi().double()
     training = replace(OWN_HEADS, steps=1, lr=1e-3, weight_decay=0.0, clip=1e9)
     heads = lsim.finetune_aligned(model, lsim.Data(tokens, batch_size=4), training, eval_data=tokens).heads
@@ -123,7 +125,8 @@ def test_heads_belong_to_the_trained_weights(tmp_path):
 
 def test_lora_heads_belong_to_the_merged_weights():
     peft = pytest.importorskip("peft")
-    model, tokens = tiny_llama(), random_tokens(10, 8)
+    model = tiny_llama()
+    tokens = random_tokens(10, 8)
     training = replace(OWN_HEADS, lora=peft.LoraConfig(r=2, target_modules="all-linear"))
     heads = lsim.finetune_aligned(model, lsim.Data(tokens, batch_size=4), training).heads
     lsim.analyze(model, tokens, lsim.LogitLens(heads=heads))
@@ -151,7 +154,8 @@ def test_a_head_that_does_not_end_in_a_linear_layer_is_refused():
 @pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_a_multi_exit_model_beside_an_aligned_one():
     tokens = random_tokens(12, 9)
-    multi, aligned = tiny_llama(), tiny_llama(seed=1)
+    multi = tiny_llama()
+    aligned = tiny_llama(seed=1)
     multi.tokenizer = aligned.tokenizer = tiny_tokenizer()
     heads = lsim.finetune_aligned(multi, lsim.Data(tokens, batch_size=4), replace(OWN_HEADS, norm="none")).heads
     report = lsim.evaluate_layers(

@@ -56,14 +56,16 @@ class TestTrainer:
     def test_standard_is_the_trainers_own(self, tmp_path):
         from transformers import Trainer
 
-        a, b = tiny_llama().double(), tiny_llama().double()
+        a = tiny_llama().double()
+        b = tiny_llama().double()
         Trainer(a, self.arguments(tmp_path), train_dataset=self.rows()).train()
         own = lsim.AlignedTraining(objective="standard")
         lsim.training.AlignedTrainer(b, self.arguments(tmp_path), train_dataset=self.rows(), aligned=own).train()
         torch.testing.assert_close(weights_of(a), weights_of(b), rtol=1e-4, atol=1e-5)
 
     def test_evaluation_is_the_last_layers_loss(self, tmp_path):
-        model, rows = tiny_llama(), self.rows(4)
+        model = tiny_llama()
+        rows = self.rows(4)
         trainer = lsim.training.AlignedTrainer(model, self.arguments(tmp_path), train_dataset=rows, eval_dataset=rows)
         tokens = torch.stack([row["input_ids"] for row in rows])
         found = trainer.evaluate()
@@ -185,14 +187,14 @@ def test_the_side_of_padding_changes_no_training(make, tmp_path):
     rows = [random_tokens(1, length, seed=length)[0] for length in (9, 5, 7, 4)]
 
     def padded(batch, side):
-        ids, mask, labels = (
-            torch.zeros(2, 9, dtype=torch.long),
-            torch.zeros(2, 9, dtype=torch.long),
-            torch.full((2, 9), NO_LABEL),
-        )
+        ids = torch.zeros(2, 9, dtype=torch.long)
+        mask = torch.zeros(2, 9, dtype=torch.long)
+        labels = torch.full((2, 9), NO_LABEL)
         for i, row in enumerate(batch):
             at = slice(9 - len(row), None) if side == "left" else slice(0, len(row))
-            ids[i, at], mask[i, at], labels[i, at] = row, 1, row
+            ids[i, at] = row
+            mask[i, at] = 1
+            labels[i, at] = row
         return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
     trained = []

@@ -20,7 +20,8 @@ KINDS = ("distilbert", "deberta-v2", "modernbert mean", "deit with teacher", "di
 
 def live_logits(model, paths, inputs) -> torch.Tensor:
     """`row layer class` with gradients: the model's logits with each block's output in place of the last one's."""
-    seen, last = [], model.get_submodule(paths[-1])
+    seen = []
+    last = model.get_submodule(paths[-1])
     handles = [
         model.get_submodule(path).register_forward_hook(
             lambda _m, _a, output: seen.append(output[0] if isinstance(output, tuple) else output)
@@ -51,8 +52,10 @@ def naive_loss(case, model) -> torch.Tensor:
 @pytest.mark.light("distilbert", "llama")
 @pytest.mark.parametrize("name", KINDS)
 def test_the_aligned_loss_and_its_gradient(name):
-    case, data = CASES[name], CASES[name].data()
-    model, own = case.build(), case.build()
+    case = CASES[name]
+    data = CASES[name].data()
+    model = case.build()
+    own = case.build()
     tokens = data.get("pixel_values", data.get("input_ids"))
     loss = called(lsim.training.aligned_loss, model, tokens, LABELS, attention_mask=data.get("attention_mask"), **case.options)
     expected = naive_loss(case, own)
@@ -74,7 +77,8 @@ def test_the_aligned_loss_and_its_gradient(name):
 @pytest.mark.parametrize("name", ["modernbert mean", "dinov2"])
 def test_a_step_lowers_the_loss_that_the_lens_measures(name, objective, weights):
     case = CASES[name]
-    model, data = case.build(), case.data(labels=LABELS)
+    model = case.build()
+    data = case.data(labels=LABELS)
     settings = lsim.AlignedTraining(steps=1, lr=1e-4, warmup=0, objective=objective, schedule="always")
     before = naive_losses(case, model).detach()
     result = lsim.finetune_aligned(model, lsim.Data(data, batch_size=5), settings, eval_data=data)
@@ -88,7 +92,8 @@ def test_a_step_lowers_the_loss_that_the_lens_measures(name, objective, weights)
 
 @pytest.mark.parametrize("over", ["targets", "attended"])
 def test_the_cosine_regulariser_beside_the_loss_of_pooled_rows(over):
-    case, data = CASES["modernbert mean"], CASES["modernbert mean"].data(labels=LABELS)
+    case = CASES["modernbert mean"]
+    data = CASES["modernbert mean"].data(labels=LABELS)
     settings = lsim.AlignedTraining(steps=1, lr=1e-4, warmup=0, objective="cosine-reg", beta=0.5, cosine_over=over)
     result = lsim.finetune_aligned(case.build(), lsim.Data(data, batch_size=5), settings, eval_data=data)
     model = case.build()
@@ -102,7 +107,8 @@ def test_the_cosine_regulariser_beside_the_loss_of_pooled_rows(over):
 
 def test_a_head_of_its_own_for_each_layer_reads_pooled_rows():
     case = CASES["dinov2"]
-    model, data = case.build(), case.data(labels=LABELS)
+    model = case.build()
+    data = case.data(labels=LABELS)
     settings = lsim.AlignedTraining(steps=1, lr=1e-4, warmup=0, objective="multi-head")
     result = lsim.finetune_aligned(model, lsim.Data(data, batch_size=5), settings, eval_data=data)
     # The heads begin as copies of the model's.

@@ -15,7 +15,9 @@ from .helpers import with_words
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_every_field_is_what_the_analyzers_say():
-    a, b, tokens = tiny_llama(), tiny_llama(seed=1), random_tokens(12, 9)
+    a = tiny_llama()
+    b = tiny_llama(seed=1)
+    tokens = random_tokens(12, 9)
     report = lsim.evaluate_layers(a, b, lsim.Data(tokens, batch_size=5), threshold=0.37, names=("old", "new"))
     found = report["layers"]
     assert found.models == ("old", "new")
@@ -26,7 +28,8 @@ def test_every_field_is_what_the_analyzers_say():
             [lsim.LogitLens(), lsim.Saturation(), lsim.Cosine(), lsim.ExitCurve(thresholds=0.37), lsim.NeuralCollapse()],
         )
         whole = lsim.analyze(model, tokens, [lsim.ExitCurve(thresholds=(*THRESHOLDS, 0.37))])["exit_curve"]
-        lens, exits = alone["logit_lens"], alone["exit_curve"].at(0.37)
+        lens = alone["logit_lens"]
+        exits = alone["exit_curve"].at(0.37)
         for ours, theirs in {
             "cross_entropy": lens.cross_entropy,
             "perplexity": lens.perplexity,
@@ -89,7 +92,8 @@ class LabelledVectors(torch.nn.Module):
         torch.manual_seed(0)
         self.embed = torch.nn.Linear(6, 8)
         self.steps = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(3))
-        self.norm, self.out = torch.nn.LayerNorm(8), torch.nn.Linear(8, 3)
+        self.norm = torch.nn.LayerNorm(8)
+        self.out = torch.nn.Linear(8, 3)
         self.eval()
 
     def forward(self, x):
@@ -102,7 +106,8 @@ class LabelledVectors(torch.nn.Module):
 @pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_labels_beside_rows_without_tokens_are_the_default():
     paths = {"layers": [f"steps.{i}" for i in range(3)], "unembed": ["norm", "out"]}
-    x, y = torch.randn(24, 6, generator=torch.Generator().manual_seed(1)), torch.arange(24) % 3
+    x = torch.randn(24, 6, generator=torch.Generator().manual_seed(1))
+    y = torch.arange(24) % 3
     model = LabelledVectors()
     with torch.no_grad():
         loss = torch.nn.functional.cross_entropy(model(x), y).item()

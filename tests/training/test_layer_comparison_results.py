@@ -28,7 +28,8 @@ def test_diversity_by_hand():
 
 
 def test_coherence_by_hand():
-    a, b = torch.randn(4, 6), torch.randn(4, 6)
+    a = torch.randn(4, 6)
+    b = torch.randn(4, 6)
     expected = (
         sum(float(x.double() @ y.double() / (x.double().norm() * y.double().norm())) for x, y in zip(a, b, strict=True)) / 4
     )
@@ -43,7 +44,8 @@ def test_texts_are_written_from_each_layer():
         seen.append(list(texts))
         return [[float(len(text)), 1.0] for text in texts]
 
-    a, b = with_words(tiny_llama()), with_words(tiny_gpt2())
+    a = with_words(tiny_llama())
+    b = with_words(tiny_gpt2())
     written = lsim.training.Continuations(["w3 w4", "w5 w6 w7"], new_tokens=12, embed=embed, seed=4)
     report = lsim.evaluate_layers(a, b, lsim.Data(TEXTS, tokenizer=tiny_tokenizer()), continuations=written)
     found = report["generation"]

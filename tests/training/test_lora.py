@@ -21,7 +21,8 @@ class TestLora:
     def test_only_adapters_learn_and_are_merged(self, tmp_path):
         from transformers import AutoModelForCausalLM
 
-        model, before = tiny_llama(), tiny_llama()
+        model = tiny_llama()
+        before = tiny_llama()
         training = replace(SHORT, lora=self.config(), save_to=tmp_path / "m", lr=0.05)
         result = lsim.finetune_aligned(model, lsim.Data(random_tokens(20, 8), batch_size=2), training)
         assert result.provenance.options["lora"]["r"] == "4"

@@ -23,7 +23,8 @@ class TestObjectives:
         [({}, (0, 1)), ({"cosine_over": "attended"}, (0, 1)), ({"schedule": "alternating"}, (1,))],
     )
     def test_cosine_regulariser(self, options, steps):
-        model, tokens = tiny_llama().double(), random_tokens(2, 8)
+        model = tiny_llama().double()
+        tokens = random_tokens(2, 8)
         attended = torch.arange(8) < torch.tensor([[8], [5]])
         targets = next_of(tokens).masked_fill(~attended, -100)
         targets[1, 4] = targets[0, 2] = -100
@@ -51,10 +52,12 @@ class TestObjectives:
     def test_cka_regulariser(self):
         """Few samples and many: one has products of samples, the other of dimensions."""
         for rows in (2, 9):
-            model, tokens = tiny_llama().double(), random_tokens(rows, 8)
+            model = tiny_llama().double()
+            tokens = random_tokens(rows, 8)
             training = lsim.AlignedTraining(objective="cka-reg", beta=0.7)
             objective = OBJECTIVES.named("cka-reg")(open_residual_stream(model), training)
-            out, targets = model(tokens, output_hidden_states=True), next_of(tokens)
+            out = model(tokens, output_hidden_states=True)
+            targets = next_of(tokens)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(model.model, "norm", torch.nn.Identity())
                 hidden = [x[:, :-1].flatten(0, 1) for x in model(tokens, output_hidden_states=True).hidden_states[1:]]
@@ -71,7 +74,8 @@ class TestObjectives:
             assert float(none.detach()) == 0
 
     def test_heads_of_their_own(self, tmp_path):
-        model, tokens = tiny_llama().double(), random_tokens(2, 8)
+        model = tiny_llama().double()
+        tokens = random_tokens(2, 8)
         training = lsim.AlignedTraining(
             objective="multi-head", schedule="always", kl=0.5, steps=2, lr=1e-2, save_to=tmp_path / "m"
         )
@@ -97,7 +101,8 @@ class TestObjectives:
 
     def test_standard_is_the_last_layer_at_every_step(self):
         tokens = random_tokens(10, 7)
-        a, b = tiny_llama().double(), tiny_llama().double()
+        a = tiny_llama().double()
+        b = tiny_llama().double()
         lsim.finetune_aligned(a, lsim.Data(tokens, batch_size=2), lsim.AlignedTraining(objective="standard", steps=3, lr=1e-2))
         own = lsim.AlignedTraining(weights=[0, 0, 1], schedule="always", steps=3, lr=1e-2)
         lsim.finetune_aligned(b, lsim.Data(tokens, batch_size=2), own)

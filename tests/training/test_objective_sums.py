@@ -20,14 +20,16 @@ from ..models.tiny_models import hidden_states, random_tokens, tiny_llama
 def test_evaluation_sums_losses_hits_and_answers_of_each_layer(norm, objective, monkeypatch):
     # Four chunks of at most seven tokens.
     monkeypatch.setattr(losses, "LOGITS", 700)
-    model, tokens = tiny_llama().double(), random_tokens(3, 9)
+    model = tiny_llama().double()
+    tokens = random_tokens(3, 9)
     targets = tokens.roll(-1, 1)
     targets[:, -1] = -100
     targets[0, 2] = -100
     training = lsim.AlignedTraining(objective=objective, norm=norm, schedule="always")
     cls = OBJECTIVES.named(objective)
     found = cls(open_residual_stream(model), training).evaluate(TrainingBatch(tokens, {}, targets, None))
-    head, gain = model.lm_head.weight.detach().numpy(), model.model.norm.weight.detach().numpy()
+    head = model.lm_head.weight.detach().numpy()
+    gain = model.model.norm.weight.detach().numpy()
     expected = np.zeros((3, 3))
     for row, answers in zip(tokens, targets.tolist(), strict=True):
         states = hidden_states(model, row)[1:]

@@ -20,7 +20,8 @@ class TestWhatWasOnceWrong:
 
     def test_gradients_that_stand_there_are_no_part_of_the_first_step(self):
         tokens = random_tokens(10, 6)
-        clean, dirty = tiny_llama().double(), tiny_llama().double()
+        clean = tiny_llama().double()
+        dirty = tiny_llama().double()
         (1000 * lsim.training.aligned_loss(dirty, tokens)).backward()
         for model in (clean, dirty):
             lsim.finetune_aligned(model, lsim.Data(tokens, batch_size=2), replace(SHORT, steps=1, warmup=0))
@@ -99,7 +100,8 @@ class TestWhatWasOnceWrong:
         assert pairs.provenance.data != single.provenance.data
 
     def test_a_checkpoint_knows_what_learns(self, tmp_path):
-        path, tokens = tmp_path / "run.safetensors", random_tokens(10, 6)
+        path = tmp_path / "run.safetensors"
+        tokens = random_tokens(10, 6)
         lsim.finetune_aligned(tiny_llama(), lsim.Data(tokens, batch_size=2), SHORT, checkpoint=path)
         model = tiny_llama()
         model.model.embed_tokens.weight.requires_grad_(False)

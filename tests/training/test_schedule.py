@@ -80,11 +80,9 @@ class TestSchedule:
 
 
 def test_presets_have_the_values_of_the_papers():
-    gpt2, bert, stitch = (
-        lsim.AlignedTraining.paper_gpt2(),
-        lsim.AlignedTraining.paper_bert(rows=2490),
-        lsim.stitching.StitchTraining.paper(),
-    )
+    gpt2 = lsim.AlignedTraining.paper_gpt2()
+    bert = lsim.AlignedTraining.paper_bert(rows=2490)
+    stitch = lsim.stitching.StitchTraining.paper()
     aligned = ("objective", "schedule", "weights", "norm", "lr", "warmup", "weight_decay", "clip")
     for training, steps in ((gpt2, 40_000), (bert, 234)):
         assert training.steps == steps
@@ -93,7 +91,8 @@ def test_presets_have_the_values_of_the_papers():
     assert (stitch.steps, stitch.lr, stitch.momentum, stitch.warmup, stitch.clip) == (2000, 1.0, 0.9, None, 1.0)
     assert not stitch.relative
     assert [stitch.rate(step) for step in (0, 199)] == pytest.approx([0.1 / 200, 0.1])
-    model, tokens = tiny_llama(), random_tokens(4, 6)
+    model = tiny_llama()
+    tokens = random_tokens(4, 6)
     result = lsim.finetune_aligned(model, lsim.Data(tokens, batch_size=2), replace(bert, steps=1))
     assert (len(result.loss), result.provenance.options["norm"]) == (1, "none")
     few = replace(stitch, steps=1)

@@ -41,7 +41,8 @@ here.lsim.finetune_aligned(here.dropping(here.tiny_gpt2()), here.ROWS, here.LONG
 
 def counted(monkeypatch, stop=None):
     """Numbers of the steps that fine-tunes make from now on; step `stop` is an interrupt."""
-    steps, plain = [], FineTuning.loss_and_gradients
+    steps = []
+    plain = FineTuning.loss_and_gradients
 
     def counting(self):
         if self.step == stop:
@@ -56,7 +57,9 @@ def counted(monkeypatch, stop=None):
 class TestResume:
     @pytest.mark.heavy("a killed process")
     def test_a_killed_process(self, tmp_path, monkeypatch):
-        path, whole, model = tmp_path / "run.safetensors", dropping(tiny_gpt2()), dropping(tiny_gpt2())
+        path = tmp_path / "run.safetensors"
+        whole = dropping(tiny_gpt2())
+        model = dropping(tiny_gpt2())
         expected = lsim.finetune_aligned(whole, ROWS, LONG)
         kill_when(tmp_path / "waits", started(KILLED, str(path), str(tmp_path / "waits")))
         steps = counted(monkeypatch)
@@ -75,8 +78,10 @@ class TestResume:
             peft = pytest.importorskip("peft")
             config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], lora_dropout=0.1)
             settings = {"lora": config, "lr": 0.05}
-        training, path = replace(SHORT, **settings), tmp_path / "run.safetensors"
-        whole, model = tiny_llama(), tiny_llama()
+        training = replace(SHORT, **settings)
+        path = tmp_path / "run.safetensors"
+        whole = tiny_llama()
+        model = tiny_llama()
         expected = lsim.finetune_aligned(whole, ROWS, training)
         with monkeypatch.context() as patch:
             counted(patch, stop=3)
@@ -85,7 +90,8 @@ class TestResume:
         assert str(path) in caught.value.__notes__[-1]
         # Adapters are taken out again.
         assert torch.equal(weights_of(model), weights_of(tiny_llama())) == (what == "lora")
-        steps, model = counted(monkeypatch), tiny_llama()
+        steps = counted(monkeypatch)
+        model = tiny_llama()
         for _ in range(2):
             # The second call finds a finished run.
             again = lsim.finetune_aligned(tiny_llama() if steps else model, ROWS, training, checkpoint=path)
@@ -100,12 +106,14 @@ class TestResume:
     @pytest.mark.parametrize("count", [0, 1, 3])
     @pytest.mark.parametrize("killed", [False, True])
     def test_adapters(self, count, killed, tmp_path, monkeypatch):
-        path, calm = tmp_path / "run.ckpt", train(traced())
+        path = tmp_path / "run.ckpt"
+        calm = train(traced())
         with monkeypatch.context() as patch:
             if killed:
                 # As it stands on disk when the power goes: what is saved on the way out is not there.
                 patch.setattr(ResumableFile, "due", True)
-                plain, dead = ResumableFile.write, []
+                plain = ResumableFile.write
+                dead = []
                 patch.setattr(ResumableFile, "write", lambda self, *a: bool(dead) or plain(self, *a))
                 cut_after(count, patch, lambda: dead.append(1))
             else:
@@ -114,7 +122,8 @@ class TestResume:
                 train(traced(), checkpoint=path)
         assert path.exists() == (count > 0)
         assert bool(getattr(caught.value, "__notes__", [])) == (count > 0)
-        made, plain = [], AdapterSteps._item
+        made = []
+        plain = AdapterSteps._item
         monkeypatch.setattr(AdapterSteps, "_item", lambda self, *a: made.extend(a[2:3]) or plain(self, *a))
         assert equal(train(traced(), checkpoint=path), calm)
         assert set(made) == set(range(count + 1, 5))
@@ -124,7 +133,8 @@ class TestResume:
 
     @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_another_run_is_refused(self, tmp_path):
-        path, model = tmp_path / "run.safetensors", tiny_llama()
+        path = tmp_path / "run.safetensors"
+        model = tiny_llama()
         lsim.finetune_aligned(model, ROWS, SHORT, checkpoint=path)
         others = [
             (lsim.Data(random_tokens(20, 6, seed=1), batch_size=2), SHORT),
@@ -147,7 +157,8 @@ class TestResume:
 
 
 def test_steps_are_the_optimisers_whatever_is_accumulated(monkeypatch):
-    seen, plain = [], Objective.forward
+    seen = []
+    plain = Objective.forward
     monkeypatch.setattr(
         Objective, "forward", lambda self, batch, step, run=None: seen.append(step) or plain(self, batch, step, run)
     )
@@ -158,7 +169,8 @@ def test_steps_are_the_optimisers_whatever_is_accumulated(monkeypatch):
 def test_accumulation_is_one_larger_batch():
     """Rows of different lengths: tokens count alike, not batches."""
     rows = [random_tokens(1, n, seed=n)[0].tolist() for n in (3, 9, 4, 12, 5, 6, 3, 20, 8, 4, 6, 7)]
-    data, found = [{"input_ids": row} for row in rows], []
+    data = [{"input_ids": row} for row in rows]
+    found = []
     for batch_size, accumulation in ((8, 1), (2, 4)):
         model = tiny_llama().double()
         training = lsim.AlignedTraining(steps=4, lr=1e-2, accumulation=accumulation)

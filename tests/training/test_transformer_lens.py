@@ -22,7 +22,8 @@ class TestTransformerLens:
 
         hf = dropping(make(), 0.0)
         bridge = build_bridge_from_module(hf, type(hf).__name__, hf_config=hf.config)
-        tokens, probe = random_tokens(12, 7), random_tokens(2, 9, seed=5)
+        tokens = random_tokens(12, 7)
+        probe = random_tokens(2, 9, seed=5)
         with pytest.raises(lsim.LayersimError, match=r"TransformerBridge.*`save_to`"):
             lsim.finetune_aligned(bridge, tokens, replace(SHORT, save_to=tmp_path / "m"))
         result = lsim.finetune_aligned(bridge, lsim.Data(tokens, batch_size=3), SHORT)

@@ -29,7 +29,8 @@ def differences(report, other):
     found = []
     for name in report:
         for field in fields(report[name]):
-            a, b = getattr(report[name], field.name), getattr(other[name], field.name)
+            a = getattr(report[name], field.name)
+            b = getattr(other[name], field.name)
             if isinstance(a, torch.Tensor) and not torch.equal(a.nan_to_num(), b.nan_to_num()):
                 found.append((name, field.name))
     return found
@@ -127,7 +128,8 @@ def test_invokes_and_traces_add_up():
 
 def test_an_intervention_in_one_invoke_leaves_the_rows_of_others():
     model = traced(tiny_llama())
-    probe, plain = lsim.attach(model, QUICK), lsim.attach(model, QUICK)
+    probe = lsim.attach(model, QUICK)
+    plain = lsim.attach(model, QUICK)
     with model.trace() as tracer:
         with tracer.invoke(TOKENS[:8]):
             model.model.layers[1].mlp.output[:] = 0
@@ -163,7 +165,8 @@ def test_a_mask_of_the_user():
     model = traced(tiny_llama())
     probe = lsim.attach(model, QUICK)
     read(model, probe, data)
-    own, expected = probe.results(), lsim.analyze(model, data, QUICK)
+    own = probe.results()
+    expected = lsim.analyze(model, data, QUICK)
     # `analyze` cuts rows to the longest, and products of other shapes round otherwise.
     torch.testing.assert_close(own["cosine"].values, expected["cosine"].values, rtol=0, atol=1e-6)
     assert torch.equal(own["saturation"].counts, expected["saturation"].counts)
