@@ -37,18 +37,18 @@ def test_cosine_and_cka_equal_their_oracles(name, place):
     model = MODELS[name]()
     data = padded()
     asked = [lsim.Cosine(), lsim.CKA()]
-    found = called(lsim.analyze, model, data, asked, **PLACES[place])
-    sites = found["cka"].layers
+    report = called(lsim.analyze, model, data, asked, **PLACES[place])
+    sites = report["cka"].layers
     samples = np.stack(site_samples(model, data, sites))
     # The oracle's norm ratio divides by the difference of heads that share a value head, which are equal at first tokens.
     with np.errstate(divide="ignore", invalid="ignore"):
         cosine = oracles.oracle_cosine([samples])
     for field in ("values", "std", "below_zero", "monotone_share"):
-        np.testing.assert_allclose(getattr(found["cosine"], field), cosine[field], atol=2e-6, err_msg=field)
-    assert found["cosine"].norm_ratio.isnan().all(), "only of blocks: no other sites are the input and the output of one"
+        np.testing.assert_allclose(getattr(report["cosine"], field), cosine[field], atol=2e-6, err_msg=field)
+    assert report["cosine"].norm_ratio.isnan().all(), "only of blocks: no other sites are the input and the output of one"
     # One minibatch of all tokens: the shuffle changes nothing.
     row = [data["attention_mask"].nonzero()[:, 0].numpy()]
-    np.testing.assert_allclose(found["cka"].values, oracles.oracle_cka([samples], row=row)["values"], atol=2e-6)
+    np.testing.assert_allclose(report["cka"].values, oracles.oracle_cka([samples], row=row)["values"], atol=2e-6)
     exact = called(lsim.analyze, model, data, lsim.CKA(estimator="exact"), batch_size=2, **PLACES[place])["cka"]
     np.testing.assert_allclose(exact.values, oracles.oracle_cka([samples], exact=True, row=row)["values"], atol=2e-6)
 
@@ -64,20 +64,22 @@ def test_sites_of_different_widths(estimator, source):
     given, options = (model, {}) if source == "here" else (nnsight(tiny_llama()), {})
     options |= {"remote": "local"} if source == "remote=local" else {}
     at = ["attn_out", "mlp_post", "k"]
-    found = called(lsim.analyze, given, data, [lsim.CKA(estimator=estimator), lsim.NeuralCollapse(classes=4)], at=at, **options)
-    samples = site_samples(model, data, found["cka"].layers)
+    report = called(
+        lsim.analyze, given, data, [lsim.CKA(estimator=estimator), lsim.NeuralCollapse(classes=4)], at=at, **options
+    )
+    samples = site_samples(model, data, report["cka"].layers)
     assert {x.shape[1] for x in samples} == {16, 32, 48}
     row = [data["attention_mask"].nonzero()[:, 0].numpy()]
     kind = {"biased": estimator == "biased", "exact": estimator == "exact", "row": row}
-    torch.testing.assert_close(found["cka"].values, found["cka"].values.T, rtol=0, atol=1e-12)
+    torch.testing.assert_close(report["cka"].values, report["cka"].values.T, rtol=0, atol=1e-12)
     for a, x in enumerate(samples):
         for b, y in enumerate(samples[: a + 1]):
             expected = oracles.oracle_cka([x[None]], [y[None]], **kind)["values"][0, 0]
-            assert float(found["cka"].values[a, b]) == pytest.approx(expected, abs=3e-6)
+            assert float(report["cka"].values[a, b]) == pytest.approx(expected, abs=3e-6)
     labels = next_tokens(data)
     for a, x in enumerate(samples):
         nc1 = oracles.oracle_neural_collapse([x[None]], labels, 4)["values"][0]
-        assert float(found["neural_collapse"].values[a]) == pytest.approx(nc1, rel=1e-4)
+        assert float(report["neural_collapse"].values[a]) == pytest.approx(nc1, rel=1e-4)
     with pytest.raises(lsim.LayersimError, match=r"mlp\.hook_post.* 48\b"):
         called(lsim.analyze, given, data, lsim.Cosine(), at=["attn_out", "mlp_post"], **options)
 
@@ -103,8 +105,8 @@ def test_widths_are_those_of_the_sites_where_memory_and_centres_are_checked():
         lsim.analyze(model, data, lsim.NeuralCollapse(max_memory_gb=0.0001), at="mlp_post")
     mean = lsim.analyze(model, data, lsim.Cosine(), at="mlp_post")["cosine"].mean
     assert mean.shape == (3, 48)
-    again = lsim.analyze(model, data, lsim.Cosine(center=mean), at="mlp_post")["cosine"]
-    torch.testing.assert_close(again.values, lsim.analyze(model, data, lsim.Cosine(), at="mlp_post")["cosine"].values)
+    result = lsim.analyze(model, data, lsim.Cosine(center=mean), at="mlp_post")["cosine"]
+    torch.testing.assert_close(result.values, lsim.analyze(model, data, lsim.Cosine(), at="mlp_post")["cosine"].values)
     with pytest.raises(lsim.LayersimError, match=r"`center`.*\(3, 32\)"):
         lsim.analyze(model, data, lsim.Cosine(center=mean), at="mlp_out")
 
@@ -115,27 +117,27 @@ def test_the_lens_between_attention_and_mlp_is_the_naive_one(make, norm):
     model = lively(make().double())
     tokens = random_tokens(3, 8)
     at = ["resid_mid"] if norm == "final" else ["resid_post", "resid_mid"]
-    found = lsim.analyze(model, tokens, lsim.LogitLens(norm=norm), at=at)["logit_lens"]
+    result = lsim.analyze(model, tokens, lsim.LogitLens(norm=norm), at=at)["logit_lens"]
     own = "hook_resid_mid" if norm == "final" else "hook_resid_"
-    assert found.layers[0] == "blocks.0.hook_resid_pre"
-    assert found.layers[-1] == "blocks.2.hook_resid_post"
-    assert all(own in name for name in found.layers[1:-1])
-    assert len(found.layers) == (5 if norm == "final" else 7)
-    states = np.stack(site_samples(model, {"input_ids": tokens}, found.layers))
+    assert result.layers[0] == "blocks.0.hook_resid_pre"
+    assert result.layers[-1] == "blocks.2.hook_resid_post"
+    assert all(own in name for name in result.layers[1:-1])
+    assert len(result.layers) == (5 if norm == "final" else 7)
+    states = np.stack(site_samples(model, {"input_ids": tokens}, result.layers))
     logits = torch.as_tensor(by_hand(model, states, norm == "final"))
     target = torch.cat([torch.cat([row[1:], torch.tensor([-100])]) for row in tokens])
     expected = [float(torch.nn.functional.cross_entropy(z, target)) for z in logits]
-    np.testing.assert_allclose(found.cross_entropy, expected, rtol=1e-9)
-    assert found.effective_depth(1.0) == 1
-    assert found.effective_depth(0.0) == 3
-    assert f"accuracy after {'resid_mid of block 2' if norm == 'final' else 'block 1'}" in found.headline()
+    np.testing.assert_allclose(result.cross_entropy, expected, rtol=1e-9)
+    assert result.effective_depth(1.0) == 1
+    assert result.effective_depth(0.0) == 3
+    assert f"accuracy after {'resid_mid of block 2' if norm == 'final' else 'block 1'}" in result.headline()
 
 
 def test_of_some_layers_the_lens_counts_blocks():
-    found = lsim.analyze(lively(tiny_llama()), random_tokens(), lsim.LogitLens(), at=["resid_post", "resid_mid"])["logit_lens"]
+    result = lsim.analyze(lively(tiny_llama()), random_tokens(), lsim.LogitLens(), at=["resid_post", "resid_mid"])["logit_lens"]
     for eps in (0.2, 0.5, 0.9, 0.97, 0.99):
-        reached = [name for name, one in zip(found.layers[1:], found.accuracy, strict=True) if one >= 1 - eps]
-        assert found.effective_depth(eps) == (int(reached[0].split(".")[1]) + 1 if reached else 3)
+        reached = [name for name, one in zip(result.layers[1:], result.accuracy, strict=True) if one >= 1 - eps]
+        assert result.effective_depth(eps) == (int(reached[0].split(".")[1]) + 1 if reached else 3)
 
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
@@ -143,8 +145,8 @@ def test_a_ratio_of_norms_is_one_of_blocks_alone():
     model = tiny_llama()
     tokens = random_tokens()
     whole = lsim.analyze(model, tokens, lsim.Cosine(center="none"))["cosine"].norm_ratio
-    both = lsim.analyze(model, tokens, lsim.Cosine(center="none"), at=["resid_post", "resid_mid"])["cosine"]
-    assert both.norm_ratio.isnan().all()
+    result = lsim.analyze(model, tokens, lsim.Cosine(center="none"), at=["resid_post", "resid_mid"])["cosine"]
+    assert result.norm_ratio.isnan().all()
     some = lsim.analyze(model, tokens, lsim.Cosine(center="none"), at=[f"blocks.{i}.hook_resid_post" for i in (0, 1)])["cosine"]
     torch.testing.assert_close(some.norm_ratio, whole[1:2])
     apart = lsim.analyze(model, tokens, lsim.Cosine(center="none"), at=[f"blocks.{i}.hook_resid_post" for i in (0, 2)])[
@@ -183,13 +185,13 @@ def test_two_models_of_other_depth_and_width(place):
 def test_half_precision_models(place):
     model = tiny_llama(dtype=torch.bfloat16)
     data = padded()
-    found = called(lsim.analyze, model, data, [lsim.Cosine(), lsim.CKA()], **PLACES[place])
-    samples = np.stack(site_samples(model, data, found["cka"].layers))
+    report = called(lsim.analyze, model, data, [lsim.Cosine(), lsim.CKA()], **PLACES[place])
+    samples = np.stack(site_samples(model, data, report["cka"].layers))
     with np.errstate(divide="ignore", invalid="ignore"):
-        np.testing.assert_allclose(found["cosine"].values, oracles.oracle_cosine([samples])["values"], atol=2e-6)
+        np.testing.assert_allclose(report["cosine"].values, oracles.oracle_cosine([samples])["values"], atol=2e-6)
     row = [data["attention_mask"].nonzero()[:, 0].numpy()]
-    np.testing.assert_allclose(found["cka"].values, oracles.oracle_cka([samples], row=row)["values"], atol=2e-6)
-    assert found["cka"].provenance.dtype == "torch.bfloat16"
+    np.testing.assert_allclose(report["cka"].values, oracles.oracle_cka([samples], row=row)["values"], atol=2e-6)
+    assert report["cka"].provenance.dtype == "torch.bfloat16"
 
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")

@@ -69,16 +69,16 @@ def test_invariances():
 
 def test_a_site_with_itself_reads_one():
     x = residuals(0, tokens=60)
-    one = from_views(lsim.CCA(), [view(x)])
+    result = from_views(lsim.CCA(), [view(x)])
     for name in SUMMARIES:
-        assert getattr(one, name).diagonal().tolist() == [1] * 4
-        assert getattr(one, name).max() <= 1
+        assert getattr(result, name).diagonal().tolist() == [1] * 4
+        assert getattr(result, name).max() <= 1
     two = between(lsim.CCA(), [x], [x @ map_of_condition(8, 1000) + 5])
     np.testing.assert_allclose(two.values.diagonal(), 1, atol=1e-9)
     np.testing.assert_allclose(two.pwcca.diagonal(), 1, atol=1e-9)
     assert two.distance() == pytest.approx(0, abs=1e-4)
-    np.testing.assert_allclose(one.pwcca, one.column_pwcca.T, atol=0)
-    assert (one.pwcca - one.pwcca.T).abs().max() > 1e-4
+    np.testing.assert_allclose(result.pwcca, result.column_pwcca.T, atol=0)
+    assert (result.pwcca - result.pwcca.T).abs().max() > 1e-4
 
 
 def test_independent_gaussians_read_dimensions_over_samples():
@@ -143,10 +143,10 @@ def test_few_samples_are_spoken_of():
         (5, r"CCA rests on 5 tokens of up to 4 dimensions: .* Every value"),
     ):
         with pytest.warns(lsim.LayersimWarning, match=says):
-            found = from_views(lsim.CCA(), [view(residuals(0, tokens=tokens))])
-        np.testing.assert_allclose(found.values, oracles.oracle_cca([residuals(0, tokens=tokens)])["values"], atol=1e-9)
+            result = from_views(lsim.CCA(), [view(residuals(0, tokens=tokens))])
+        np.testing.assert_allclose(result.values, oracles.oracle_cca([residuals(0, tokens=tokens)])["values"], atol=1e-9)
         if tokens <= 9:
-            np.testing.assert_allclose(found.values, 1, atol=1e-6)
+            np.testing.assert_allclose(result.values, 1, atol=1e-6)
     with pytest.warns(lsim.LayersimWarning, match="2 tokens of up to 1 dim"):
         np.testing.assert_allclose(from_views(lsim.CCA(), [view(residuals(0, tokens=2))]).values, 1, atol=1e-9)
 

@@ -35,11 +35,11 @@ def between(analyzer: lsim.CKA, xs: list[np.ndarray], ys: list[np.ndarray], rows
 def test_each_estimator_equals_its_oracle(estimator):
     data = [residuals(seed, tokens=n) for seed, n in enumerate((12, 30, 7))]
     expected = oracles.oracle_cka(data, biased=estimator == "biased", exact=estimator == "exact")
-    found = from_views(lsim.CKA(estimator=estimator), [samples(x) for x in data])
+    result = from_views(lsim.CKA(estimator=estimator), [samples(x) for x in data])
     for field, value in expected.items():
-        np.testing.assert_allclose(getattr(found, field), value, atol=1e-9, err_msg=field)
-    np.testing.assert_allclose(found.values, found.values.T, atol=1e-12)
-    np.testing.assert_allclose(found.values.diagonal(), 1, atol=1e-12)
+        np.testing.assert_allclose(getattr(result, field), value, atol=1e-9, err_msg=field)
+    np.testing.assert_allclose(result.values, result.values.T, atol=1e-12)
+    np.testing.assert_allclose(result.values.diagonal(), 1, atol=1e-12)
 
 
 @pytest.mark.parametrize("estimator", ["minibatch", "exact", "biased"])
@@ -79,8 +79,8 @@ def test_an_rbf_kernel_needs_distances_and_gram_matrices():
     x = residuals(0, tokens=20)
     x[1, :15] = 1.0
     with pytest.warns(lsim.LayersimWarning, match=r"blocks\.0\.hook_resid_post"):
-        found = from_views(lsim.CKA(rbf_bandwidth=1.0), [samples(x)])
-    assert bool(found.values[1].isnan().all())
+        result = from_views(lsim.CKA(rbf_bandwidth=1.0), [samples(x)])
+    assert bool(result.values[1].isnan().all())
     with pytest.raises(lsim.LayersimError, match=r"`rbf_bandwidth`.* 0\.5"):
         lsim.CKA(estimator="exact", rbf_bandwidth=0.5)
 
@@ -105,8 +105,8 @@ def test_exact_cka_of_rows_of_unequal_lengths():
     grams = [(z - z.mean(0)) @ (z - z.mean(0)).T for z in x]
     hsic = np.array([[oracles.hsic_of_rows(a, b, row)[0] for b in grams] for a in grams])
     expected = hsic / np.sqrt(np.outer(hsic.diagonal(), hsic.diagonal()))
-    found = lsim.analyze(model, lsim.Data(rows, batch_size=2), lsim.CKA(estimator="exact"))["cka"]
-    np.testing.assert_allclose(found.values, expected, atol=1e-5)
+    result = lsim.analyze(model, lsim.Data(rows, batch_size=2), lsim.CKA(estimator="exact"))["cka"]
+    np.testing.assert_allclose(result.values, expected, atol=1e-5)
 
 
 def test_invariant_to_rotation_scale_and_translation():
@@ -166,8 +166,8 @@ def test_whole_rows_as_vectors():
     expected = oracles.oracle_cka([x])["values"]
     analyzer = lsim.CKA(level="sequence", pool="flat", minibatch=12)
     for size in (1, 5, 16):
-        found = lsim.analyze(model, lsim.Data(tokens, batch_size=size), analyzer)["cka"]
-        np.testing.assert_allclose(found.values, expected, atol=1e-5)
+        result = lsim.analyze(model, lsim.Data(tokens, batch_size=size), analyzer)["cka"]
+        np.testing.assert_allclose(result.values, expected, atol=1e-5)
     with pytest.raises(lsim.LayersimError, match=r"`pool` is 'flat'.* 5 to 6"):
         lsim.analyze(model, [*tokens[:5], tokens[5][:5]], analyzer)
     width = x.shape[2] // 6
@@ -181,8 +181,8 @@ def test_float32_survives_a_large_common_vector():
     # Translation changes nothing; the naive formula itself loses digits on so large a common vector.
     wide = shifted.astype(np.float64)
     expected = oracles.oracle_cka([wide - wide.mean(axis=1, keepdims=True)])["values"]
-    found = from_views(lsim.CKA(), [samples(shifted)])
-    np.testing.assert_allclose(found.values, expected, atol=1e-4)
+    result = from_views(lsim.CKA(), [samples(shifted)])
+    np.testing.assert_allclose(result.values, expected, atol=1e-4)
     exact = from_views(lsim.CKA(estimator="exact"), [samples(shifted)])
     np.testing.assert_allclose(exact.values, expected, atol=1e-6)
 
@@ -190,12 +190,12 @@ def test_float32_survives_a_large_common_vector():
 def test_minibatches_are_of_n_shuffled_seeded_and_counted():
     x = residuals(0, tokens=110)
     tokens = np.arange(110)
-    one = from_views(lsim.CKA(minibatch=25), [samples(x, tokens)])
-    assert (one.minibatches, one.samples) == (4, 100)
-    again = from_views(lsim.CKA(minibatch=25), [samples(x, tokens)])
-    assert torch.equal(one.values, again.values)
+    result = from_views(lsim.CKA(minibatch=25), [samples(x, tokens)])
+    assert (result.minibatches, result.samples) == (4, 100)
+    result = from_views(lsim.CKA(minibatch=25), [samples(x, tokens)])
+    assert torch.equal(result.values, result.values)
     for other in (lsim.CKA(minibatch=25, seed=1), lsim.CKA(minibatch=24)):
-        assert not torch.allclose(from_views(other, [samples(x, tokens)]).values, one.values, atol=1e-6)
+        assert not torch.allclose(from_views(other, [samples(x, tokens)]).values, result.values, atol=1e-6)
 
 
 def test_distance_is_over_the_outputs_of_blocks():
@@ -221,8 +221,8 @@ def test_sequences_as_samples(pool):
     states = [hidden_states(model, row) for row in rows]
     pooled = [s.mean(1) if pool == "mean" else s[:, -1] for s in states]
     expected = oracles.oracle_cka([np.stack(pooled, axis=1)])
-    found = lsim.analyze(model, rows, lsim.CKA(level="sequence", pool=pool))["cka"]
-    np.testing.assert_allclose(found.values, expected["values"], atol=1e-5)
+    result = lsim.analyze(model, rows, lsim.CKA(level="sequence", pool=pool))["cka"]
+    np.testing.assert_allclose(result.values, expected["values"], atol=1e-5)
     exact = lsim.analyze(model, lsim.Data(rows, batch_size=2), lsim.CKA(level="sequence", pool=pool, estimator="exact"))["cka"]
     np.testing.assert_allclose(exact.values, expected["values"], atol=1e-5)
 
@@ -282,10 +282,10 @@ def test_a_batch_too_small_for_a_minibatch_hardly_counts():
 def test_each_minibatch_weighs_its_pairs():
     data = [residuals(0, tokens=40), residuals(1, tokens=6)]
     for biased in (False, True):
-        found = from_views(lsim.CKA(estimator="biased" if biased else "minibatch"), [samples(x) for x in data])
-        np.testing.assert_allclose(found.values, oracles.oracle_cka(data, biased=biased)["values"], atol=1e-10)
+        result = from_views(lsim.CKA(estimator="biased" if biased else "minibatch"), [samples(x) for x in data])
+        np.testing.assert_allclose(result.values, oracles.oracle_cka(data, biased=biased)["values"], atol=1e-10)
         alone = oracles.oracle_cka(data[:1], biased=biased)["values"]
-        assert 1e-6 < np.abs(found.values.numpy() - alone).max() < 0.1
+        assert 1e-6 < np.abs(result.values.numpy() - alone).max() < 0.1
 
 
 @pytest.mark.parametrize("estimator", ["minibatch", "exact"])
@@ -293,9 +293,9 @@ def test_few_samples_are_effective_beside_a_massive_one(estimator):
     x = residuals(0, tokens=512)
     assert from_views(lsim.CKA(estimator=estimator), [samples(x)]).effective_samples.min() > 150
     x[2, 17] *= 300
-    found = from_views(lsim.CKA(estimator=estimator), [samples(x)])
-    assert found.effective_samples[2] < 1.1
-    assert found.effective_samples[3] > 150
+    result = from_views(lsim.CKA(estimator=estimator), [samples(x)])
+    assert result.effective_samples[2] < 1.1
+    assert result.effective_samples[3] > 150
 
 
 def test_few_samples_are_spoken_of():

@@ -268,17 +268,17 @@ def test_the_null_of_real_activations(cls):
     model = tiny_llama()
     data = random_tokens(16, 20)
     at = ["blocks.0.hook_resid_post", "blocks.1.hook_resid_post"]
-    found = lsim.analyze(model, data, cls(permutations=19), at=at)[cls.name]
+    result = lsim.analyze(model, data, cls(permutations=19), at=at)[cls.name]
     plain = lsim.analyze(model, data, cls(), at=at)[cls.name]
-    torch.testing.assert_close(found.values, plain.values)
-    assert found.permutations == 19
-    assert float(found.p_values[0, 1]) == pytest.approx(0.05)
-    threshold = float(found.null_threshold[0, 1])
-    assert float(found.calibrated[0, 1]) == pytest.approx((float(found.values[0, 1]) - threshold) / (1 - threshold))
-    assert float(found.null_mean[0, 1]) < float(found.values[0, 1])
-    assert float(found.max_value) == pytest.approx(float(found.values.masked_fill(torch.eye(2) > 0, -1).max()))
-    assert "p-value of the maximum over pairs of layers" in found.headline()
-    assert {picture.name for picture in found.pictures} >= {"values", "calibrated", "null_mean"}
+    torch.testing.assert_close(result.values, plain.values)
+    assert result.permutations == 19
+    assert float(result.p_values[0, 1]) == pytest.approx(0.05)
+    threshold = float(result.null_threshold[0, 1])
+    assert float(result.calibrated[0, 1]) == pytest.approx((float(result.values[0, 1]) - threshold) / (1 - threshold))
+    assert float(result.null_mean[0, 1]) < float(result.values[0, 1])
+    assert float(result.max_value) == pytest.approx(float(result.values.masked_fill(torch.eye(2) > 0, -1).max()))
+    assert "p-value of the maximum over pairs of layers" in result.headline()
+    assert {picture.name for picture in result.pictures} >= {"values", "calibrated", "null_mean"}
 
 
 @pytest.mark.light("CCA", "LinearPredictivity")
@@ -286,12 +286,12 @@ def test_the_null_of_real_activations(cls):
 def test_half_precision_models_are_summed_in_float64(cls):
     model = tiny_llama(dtype=torch.bfloat16)
     data = random_tokens(16, 20)
-    found = lsim.analyze(model, data, cls())[cls.name]
-    assert found.provenance.dtype == "torch.bfloat16"
-    assert found.values.dtype == torch.float64
+    result = lsim.analyze(model, data, cls())[cls.name]
+    assert result.provenance.dtype == "torch.bfloat16"
+    assert result.values.dtype == torch.float64
     from ..models.tiny_models import hidden_states
 
     x = np.concatenate([hidden_states(model, row).astype(np.float64) for row in data], axis=1)
     more = {"rows": [i // 20 for i in range(320)]} if cls is lsim.LinearPredictivity else {}
     expected = getattr(oracles, f"oracle_{cls.name}")([x], **more)["values"]
-    np.testing.assert_allclose(found.values, expected, atol=1e-5)
+    np.testing.assert_allclose(result.values, expected, atol=1e-5)

@@ -159,21 +159,21 @@ def test_a_result_does_not_depend_on_the_rows_of_a_forward_pass(analyzer):
     rows = [random_tokens(1, 17 + i % 9, seed=i)[0] for i in range(40)]
     first = None
     for batch_size in (5, 16, 40):
-        found = lsim.analyze(model, lsim.Data(rows, batch_size=batch_size), [analyzer], intervals=batch_size == 5)[
+        result = lsim.analyze(model, lsim.Data(rows, batch_size=batch_size), [analyzer], intervals=batch_size == 5)[
             analyzer.name
         ]
-        first = first or found
-        for field in found.tensor_fields():
-            torch.testing.assert_close(getattr(found, field), getattr(first, field), rtol=1e-4, atol=1e-5, equal_nan=True)
+        first = first or result
+        for field in result.tensor_fields():
+            torch.testing.assert_close(getattr(result, field), getattr(first, field), rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
 def test_a_longer_run_of_rows_has_more_pools():
     model = tiny_llama()
     rows = random_tokens(40, 32)
-    found = lsim.analyze(model, rows, lsim.CKA())["cka"]
+    result = lsim.analyze(model, rows, lsim.CKA())["cka"]
     # 16 rows of 32 tokens are two minibatches; the last eight rows are one.
-    assert (found.minibatches, found.samples) == (5, 1280)
-    assert 8 <= found.texts <= 16
+    assert (result.minibatches, result.samples) == (5, 1280)
+    assert 8 <= result.texts <= 16
     of_rows = lsim.analyze(model, rows, lsim.CKA(level="sequence"))["cka"]
     assert (of_rows.minibatches, of_rows.samples, of_rows.texts) == (1, 40, 40)
 
@@ -267,10 +267,10 @@ def test_compare_and_compare_grid_exchange_the_same_rows():
         alone = called(lsim.compare, *(models[name] for name in pair), rows, analyzer, batch_size=2)
         for name in null:
             torch.testing.assert_close(getattr(grid[pair], name), getattr(alone, name), rtol=1e-6, atol=1e-6)
-    own = lsim.analyze(models["b"], lsim.Data(rows, batch_size=2), [analyzer])["cka"]
+    result = lsim.analyze(models["b"], lsim.Data(rows, batch_size=2), [analyzer])["cka"]
     # A model beside itself has no pair of a layer and itself.
-    torch.testing.assert_close(grid["b", "b"].max_calibrated, own.max_calibrated, rtol=1e-6, atol=1e-6)
-    assert float(own.max_value) < 1
+    torch.testing.assert_close(grid["b", "b"].max_calibrated, result.max_calibrated, rtol=1e-6, atol=1e-6)
+    assert float(result.max_value) < 1
     assert torch.equal(grid["b", "a"].p_values, grid["a", "b"].p_values.T)
 
 

@@ -110,12 +110,12 @@ def test_cka_is_the_ratio_of_means_over_tuples_of_distinct_texts(kind, estimator
         # All rows of a text but its last have equal lengths.
         rows = [[2] * (sum(text) // 2) + [1] * (sum(text) % 2) for text in rows]
     bank = bank_of(rows)
-    found = lsim.analyze(opened(bank), data_of_rows(rows, how), lsim.CKA(estimator=estimator, minibatch=ALL))["cka"]
+    result = lsim.analyze(opened(bank), data_of_rows(rows, how), lsim.CKA(estimator=estimator, minibatch=ALL))["cka"]
     text = np.repeat(np.arange(len(rows)), [sum(own) for own in rows])
     sites = bank.numpy().transpose(1, 0, 2)
     for first, second in ((0, 1), (1, 2)):
         expected = oracles.cka_by_tuples(sites[first], sites[second], text)
-        assert float(found.values[first, second]) == pytest.approx(expected, rel=1e-9)
+        assert float(result.values[first, second]) == pytest.approx(expected, rel=1e-9)
 
 
 @warned

@@ -24,13 +24,13 @@ from ..running.options import called
 
 def test_effective_depth():
     x = residuals(5)
-    found = from_views(lsim.LogitLens(), [view(x)])
-    accuracy = found.accuracy.tolist()
+    result = from_views(lsim.LogitLens(), [view(x)])
+    accuracy = result.accuracy.tolist()
     for eps in (0.0, 0.3, 0.9, 0.99, 1.0):
         reached = [i + 1 for i, a in enumerate(accuracy) if a >= 1 - eps]
-        assert found.effective_depth(eps) == (reached[0] if reached else len(accuracy))
+        assert result.effective_depth(eps) == (reached[0] if reached else len(accuracy))
     with pytest.raises(lsim.LayersimError, match=r"`eps`.* 5"):
-        found.effective_depth(5)
+        result.effective_depth(5)
 
 
 def test_thresholds():
@@ -65,12 +65,12 @@ def test_accuracy_is_of_the_positions_with_a_target():
     labels[2::4] = 0
     labels[::4] = torch.tensor([one[-1]["said"] for one in oracles.lens_by_token([x], [None] * 30)])[::4]
     levels = (0.5, 1.0)
-    found = from_views(lsim.ExitCurve(thresholds=levels, labels="data"), [view(x, labels=labels)])
+    result = from_views(lsim.ExitCurve(thresholds=levels, labels="data"), [view(x, labels=labels)])
     targets = [None if label == NO_LABEL else label for label in labels.tolist()]
     expected = oracles.oracle_exit_curve([x], targets, levels)
     assert expected["accuracy"][-1] == 8 / 15
     for name in ("accuracy", "agreement", "perplexity"):
-        np.testing.assert_allclose(getattr(found, name), expected[name], rtol=1e-9)
+        np.testing.assert_allclose(getattr(result, name), expected[name], rtol=1e-9)
 
 
 def test_a_threshold_is_exceeded_and_not_met():
@@ -121,9 +121,9 @@ def test_a_sure_layer_is_never_surer_than_one():
 
 def test_a_probability_that_stays_does_not_rise():
     x = np.repeat(residuals(1)[-1:], 4, axis=0)
-    found = from_views(lsim.LogitLens(), [view(x)])
-    assert found.monotone_share == 0
-    assert (found.agreement == 1).all()
+    result = from_views(lsim.LogitLens(), [view(x)])
+    assert result.monotone_share == 0
+    assert (result.agreement == 1).all()
 
 
 def test_a_lucky_threshold_below_a_bad_one_is_not_chosen():
@@ -168,10 +168,10 @@ def test_a_classifier_has_no_next_token(analyzer):
 
 
 def test_an_agreement_of_exactly_95_percent_is_enough_for_the_headline():
-    found = from_views(lsim.ExitCurve(thresholds=(0.5,)), [view(residuals(0))])
-    exact = dataclasses.replace(found, agreement=torch.tensor([0.95], dtype=torch.float64))
+    result = from_views(lsim.ExitCurve(thresholds=(0.5,)), [view(residuals(0))])
+    exact = dataclasses.replace(result, agreement=torch.tensor([0.95], dtype=torch.float64))
     assert exact.headline()["threshold with 95 % agreement"] == 0.5
-    below = dataclasses.replace(found, agreement=torch.tensor([0.9499], dtype=torch.float64))
+    below = dataclasses.replace(result, agreement=torch.tensor([0.9499], dtype=torch.float64))
     assert below.headline() == {"agreement at threshold 0.5": 0.9499}
 
 
@@ -239,9 +239,9 @@ def test_one_row_has_no_held_out_half():
 
 def test_rows_of_one_group_have_no_held_out_half():
     data = lsim.Data(random_tokens(24, 9), groups=["one"] * 24)
-    found = lsim.analyze(tiny_llama(), data, lsim.ExitCurve())["exit_curve"]
+    result = lsim.analyze(tiny_llama(), data, lsim.ExitCurve())["exit_curve"]
     with pytest.warns(lsim.LayersimWarning, match=r"`held_out` .*\b1 text\b"):
-        point = found.at(found.threshold_for(agreement=0.6), held_out=True)
+        point = result.at(result.threshold_for(agreement=0.6), held_out=True)
     assert np.isnan([point.agreement, point.accuracy, point.perplexity, point.speedup]).all()
 
 
@@ -249,12 +249,12 @@ def test_rows_of_one_group_have_no_held_out_half():
 def test_the_headline_has_the_interval_of_the_threshold_of_all_rows():
     asked = lsim.ExitCurve(thresholds=tuple(i / 10_000 for i in range(340, 400, 4)), agreement=0.6)
     data = lsim.Data(random_tokens(40, 9), batch_size=1)
-    found = lsim.analyze(tiny_llama(), data, asked, intervals=True)["exit_curve"]
-    threshold = found.headline()["threshold with 60 % agreement"]
-    assert {one.lowest_threshold(0.6) for one in found.replicates} - {threshold}
-    intervals = headline_intervals(found)
+    result = lsim.analyze(tiny_llama(), data, asked, intervals=True)["exit_curve"]
+    threshold = result.headline()["threshold with 60 % agreement"]
+    assert {one.lowest_threshold(0.6) for one in result.replicates} - {threshold}
+    intervals = headline_intervals(result)
     for name, field in (("its agreement on held-out rows", "agreement"), ("its speed-up in blocks", "speedup")):
-        expected = found.interval(lambda one, field=field: getattr(one.at(threshold, held_out=True), field))
+        expected = result.interval(lambda one, field=field: getattr(one.at(threshold, held_out=True), field))
         assert torch.equal(torch.stack(intervals[name][1:3]), torch.stack(expected[1:3]))
-    assert headline_texts(found)["its speed-up in blocks"] in found.finding()
+    assert headline_texts(result)["its speed-up in blocks"] in result.finding()
     assert "threshold with 60 % agreement" not in intervals

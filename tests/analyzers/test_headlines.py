@@ -113,10 +113,10 @@ def test_headlines_speak_of_layers_only_where_sites_are_layers(at):
 @pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_the_headline_of_the_logit_lens_is_of_the_last_block_and_the_middle_one():
     x = residuals(0, layers=6, tokens=60)
-    found = from_views(lsim.LogitLens(), [view(x)])
+    result = from_views(lsim.LogitLens(), [view(x)])
     expected = oracles.oracle_logit_lens([x])
     # Blocks 0 to 4: the middle one is block 2.
-    assert found.headline() == pytest.approx(
+    assert result.headline() == pytest.approx(
         {
             "accuracy of the last layer": expected["accuracy"][4],
             "accuracy after block 2": expected["accuracy"][2],
@@ -130,12 +130,12 @@ def test_the_headline_of_the_logit_lens_is_of_the_last_block_and_the_middle_one(
 @pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_the_headline_of_saturation_is_the_mean_block_of_tokens():
     x = residuals(1, layers=6, tokens=300)
-    found = from_views(lsim.Saturation(), [view(x)])
+    result = from_views(lsim.Saturation(), [view(x)])
     expected = oracles.oracle_saturation([x])
     counts = expected["values"]
     mean = sum(block * count for block, count in enumerate(counts)) / 300
     assert 0 < mean < 4
-    said = found.headline()
+    said = result.headline()
     assert said["saturated before the last block (fraction)"] == pytest.approx(1 - counts[-1] / 300)
     assert said["mean saturation block"] == pytest.approx(mean)
     correlation = float(expected["correlation"])
@@ -146,9 +146,9 @@ def test_the_headline_of_saturation_is_the_mean_block_of_tokens():
 def test_without_early_events_there_is_no_correlation_to_speak_of():
     # Every layer says something else than the last.
     x = np.stack([np.tile(oracles.HEAD[word], (20, 1)) for word in (0, 1, 2, 3)]) + 0.0
-    found = from_views(lsim.Saturation(), [view(x)])
-    assert found.counts.tolist() == [0, 0, 20]
-    assert list(found.headline().values()) == [0, 2]
+    result = from_views(lsim.Saturation(), [view(x)])
+    assert result.counts.tolist() == [0, 0, 20]
+    assert list(result.headline().values()) == [0, 2]
 
 
 def measured(normalize: bool = True) -> BlockCouplingResult:
@@ -205,9 +205,9 @@ def test_means_of_each_k(normalize):
 def test_the_mean_over_lengths_is_the_mean_over_prompts():
     """One prompt of 9 tokens and one of 5: octaves 8 to 15 and 4 to 7."""
     views = [view(residuals(0, layers=5, tokens=9)), view(residuals(1, layers=5, tokens=5))]
-    found = from_views(lsim.BlockCoupling(k=3), views)
-    assert found.lengths == ("4 to 7", "8 to 15")
-    assert found.length_count.tolist() == [1, 1]
+    result = from_views(lsim.BlockCoupling(k=3), views)
+    assert result.lengths == ("4 to 7", "8 to 15")
+    assert result.length_count.tolist() == [1, 1]
     alone = [from_views(lsim.BlockCoupling(k=3), [one]).mean() for one in reversed(views)]
-    np.testing.assert_allclose(found.by_length, alone, rtol=1e-12)
-    assert found.measured_on("by_length").startswith("1, 1 ")
+    np.testing.assert_allclose(result.by_length, alone, rtol=1e-12)
+    assert result.measured_on("by_length").startswith("1, 1 ")

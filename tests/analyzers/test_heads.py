@@ -43,9 +43,9 @@ def test_every_layer_is_read_by_its_own_head(name, norm):
     for heads in (random_heads(norm=norm), ExitHeads(near, 0.1 * random_heads().bias, norm=norm)):
         expected = getattr(oracles, f"oracle_{name}")(data, norm=norm == "final", heads=pairs(heads))
         analyzer = ANALYZERS[name](norm=norm, heads=heads)
-        found = from_views(analyzer, [view_for(analyzer, x) for x in data])
+        result = from_views(analyzer, [view_for(analyzer, x) for x in data])
         for field, value in expected.items():
-            np.testing.assert_allclose(getattr(found, field).numpy(), value, rtol=1e-9, atol=1e-9, err_msg=field)
+            np.testing.assert_allclose(getattr(result, field).numpy(), value, rtol=1e-9, atol=1e-9, err_msg=field)
 
 
 @pytest.mark.parametrize("memory", [0.01, 0.05, 128])
@@ -53,8 +53,8 @@ def test_memory_for_logits_changes_no_number(memory):
     heads = random_heads()
     one = view(residuals(tokens=40))
     for cls in (lsim.LogitLens, lsim.Saturation):
-        found = from_views(cls(heads=heads, lens_memory_mb=memory), [replace(one, memo={})])
-        assert worst(found, from_views(cls(heads=heads), [replace(one, memo={})])) < 1e-9
+        result = from_views(cls(heads=heads, lens_memory_mb=memory), [replace(one, memo={})])
+        assert worst(result, from_views(cls(heads=heads), [replace(one, memo={})])) < 1e-9
 
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
@@ -108,10 +108,10 @@ def test_heads_in_half_precision_and_of_another_dtype_than_the_model():
         (tiny_llama(dtype=torch.bfloat16), wide),
         (tiny_llama(dtype=torch.bfloat16), wide.to(torch.bfloat16)),
     ):
-        found = lsim.analyze(model, tokens, [lsim.LogitLens(heads=heads), lsim.Saturation(heads=heads)])
-        np.testing.assert_allclose(found["logit_lens"].values, expected.values, rtol=0.05)
+        report = lsim.analyze(model, tokens, [lsim.LogitLens(heads=heads), lsim.Saturation(heads=heads)])
+        np.testing.assert_allclose(report["logit_lens"].values, expected.values, rtol=0.05)
         alone = lsim.analyze(model, tokens, lsim.Saturation(heads=heads))["saturation"]
-        assert torch.equal(alone.counts, found["saturation"].counts)
+        assert torch.equal(alone.counts, report["saturation"].counts)
 
 
 def test_scale_and_soft_cap_apply_to_own_heads():
@@ -119,20 +119,20 @@ def test_scale_and_soft_cap_apply_to_own_heads():
     heads = random_heads()
     head = own_head()
     capped = Unembed(head.norm, head.parts, "every", 0.5, 3.0, torch.float64, None, head.linear)
-    found = from_views(lsim.LogitLens(heads=heads), [view(data, unembed=capped)])
+    result = from_views(lsim.LogitLens(heads=heads), [view(data, unembed=capped)])
     x = oracles.common.layer_norm(np.asarray(data))
     targets = oracles.next_of([data])
     for layer, (weight, bias) in enumerate(pairs(heads)):
         logits = 3 * np.tanh(0.5 * (x[layer + 1] @ weight.T + bias) / 3)
         losses = [-np.log(oracles.softmax(z)[y]) for z, y in zip(logits, targets, strict=True) if y is not None]
-        assert float(found.values[layer]) == pytest.approx(np.mean(losses), rel=1e-9)
+        assert float(result.values[layer]) == pytest.approx(np.mean(losses), rel=1e-9)
 
 
 def test_the_result_says_which_heads_read_it():
     heads = random_heads(2, 100, 32, dtype=torch.float32, norm="none")
-    found = lsim.analyze(tiny_llama(), random_tokens(2, 8), lsim.LogitLens(norm="none", heads=heads))["logit_lens"]
-    assert found.unembedding == "heads[layer](x)"
-    assert found.provenance.options["heads"] == str(heads)
+    result = lsim.analyze(tiny_llama(), random_tokens(2, 8), lsim.LogitLens(norm="none", heads=heads))["logit_lens"]
+    assert result.unembedding == "heads[layer](x)"
+    assert result.provenance.options["heads"] == str(heads)
     assert heads.digest[:12] in str(heads)
 
 
@@ -181,8 +181,8 @@ def test_a_checkpoint_of_other_heads_is_refused(tmp_path):
     path = tmp_path / "run.safetensors"
     heads = random_heads(2, 100, 32, dtype=torch.float32)
     first = lsim.analyze(tiny_llama(), tokens, lsim.LogitLens(heads=heads), checkpoint=path)["logit_lens"]
-    again = lsim.analyze(tiny_llama(), tokens, lsim.LogitLens(heads=heads), checkpoint=path)["logit_lens"]
-    assert worst(first, again) == 0
+    result = lsim.analyze(tiny_llama(), tokens, lsim.LogitLens(heads=heads), checkpoint=path)["logit_lens"]
+    assert worst(first, result) == 0
     with pytest.raises(lsim.LayersimError, match="checkpoint"):
         lsim.analyze(
             tiny_llama(), tokens, lsim.LogitLens(heads=random_heads(2, 100, 32, seed=1, dtype=torch.float32)), checkpoint=path

@@ -122,10 +122,10 @@ def test_tokens_that_are_zero_have_no_relative_change():
     x = residuals(0)
     x[2, 3] = 0
     with pytest.warns(lsim.LayersimWarning, match="1 of 40"):
-        found = from_views(lsim.InterventionEffect(lens=False), [view(x)])
+        result = from_views(lsim.InterventionEffect(lens=False), [view(x)])
     kept = np.delete(x[2], 3, axis=0), np.delete(edited_residuals(x)[2], 3, axis=0)
     change = np.linalg.norm(kept[1] - kept[0], axis=1) / np.linalg.norm(kept[0], axis=1)
-    assert float(found.relative_change[2]) == pytest.approx(change.mean())
+    assert float(result.relative_change[2]) == pytest.approx(change.mean())
 
 
 def test_one_model_is_refused():

@@ -69,9 +69,9 @@ def test_rows_are_held_out_by_their_numbers():
         np.testing.assert_allclose(one(x, **options).values, expected, atol=1e-9)
     # Whole rows: both tokens of a row are on one side.
     pairs = view(x, row=torch.arange(50) // 2)
-    found = from_views(lsim.LinearPredictivity(), [pairs])
+    result = from_views(lsim.LinearPredictivity(), [pairs])
     expected = oracles.oracle_linear_predictivity([x], rows=[t // 2 for t in range(50)])["values"]
-    np.testing.assert_allclose(found.values, expected, atol=1e-9)
+    np.testing.assert_allclose(result.values, expected, atol=1e-9)
     with pytest.warns(lsim.LayersimWarning, match=f"on {sum(oracles.held_out_rows(25))} held-out texts"):
         from_views(lsim.LinearPredictivity(), [pairs])
 
@@ -103,10 +103,10 @@ def test_in_sample_least_squares_is_the_r2_of_kornblith(widths):
 
 def test_in_sample_r2_is_that_of_scikit_learn_and_the_result_says_so():
     x = residuals(0, tokens=50)
-    found = from_views(lsim.LinearPredictivity(ridge=0, test_fraction=0), [view(x)])
+    result = from_views(lsim.LinearPredictivity(ridge=0, test_fraction=0), [view(x)])
     predicted = LinearRegression().fit(x[0], x[3]).predict(x[0])
-    assert float(found.values[0, 3]) == pytest.approx(r2_score(x[3], predicted, multioutput="variance_weighted"), abs=1e-9)
-    assert found.headline()["in-sample R2(embedding, last)"] == float(found.values[0, 3])
+    assert float(result.values[0, 3]) == pytest.approx(r2_score(x[3], predicted, multioutput="variance_weighted"), abs=1e-9)
+    assert result.headline()["in-sample R2(embedding, last)"] == float(result.values[0, 3])
     assert "held-out R2(embedding, last)" in one(x).headline()
 
 
@@ -125,15 +125,15 @@ def test_least_squares_takes_the_directions_that_exist():
 
 def test_the_null_of_in_sample_r2_has_the_value_of_unrelated_samples():
     data = lsim.Data(list(random_tokens(64, 6)), batch_size=16)
-    found = lsim.analyze(
+    result = lsim.analyze(
         tiny_llama(),
         data,
         lsim.LinearPredictivity(ridge=0, test_fraction=0, level="sequence", permutations=19),
         at=["blocks.0.hook_resid_pre", "blocks.2.hook_resid_post"],
     )["linear_predictivity"]
     width = tiny_llama().config.hidden_size
-    assert float(found.null_mean[0, 1]) == pytest.approx(width / 63, abs=0.05)
-    assert float(found.p_values[0, 1]) == 0.05
+    assert float(result.null_mean[0, 1]) == pytest.approx(width / 63, abs=0.05)
+    assert float(result.p_values[0, 1]) == 0.05
 
 
 def test_a_known_r2():

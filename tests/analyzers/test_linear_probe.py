@@ -128,9 +128,9 @@ def test_control_labels_are_drawn_for_each_type_or_row(control):
     x, kind, label = types()
     row = torch.arange(len(kind)) // 4
     one = view(x, kind, row=row, labels=torch.as_tensor(label))
-    found = from_views(lsim.LinearProbe(labels="data", control=control), [one])
+    result = from_views(lsim.LinearProbe(labels="data", control=control), [one])
     plain = from_views(lsim.LinearProbe(labels="data"), [one])
-    assert torch.equal(found.confusion, plain.confusion)
+    assert torch.equal(result.confusion, plain.confusion)
     assert plain.selectivity.isnan().all()
     unit = one.tokens if control == "token" else row
     drawn = control_classes(torch.as_tensor(np.bincount(label)))[control_part(one, control, 0)]
@@ -138,13 +138,13 @@ def test_control_labels_are_drawn_for_each_type_or_row(control):
     assert len({(int(u), int(y)) for u, y in zip(unit, drawn, strict=True)}) == len(set(unit.tolist()))
     out = np.array(oracles.held_out_rows(int(row.max()) + 1))[row.numpy()]
     scores = oracles.ridge_scores(x[0][~out], drawn.numpy()[~out], x[0], [0, 1], 0.1)
-    assert float(found.control_accuracy) == np.mean(scores[out].argmax(1) == drawn.numpy()[out])
-    assert torch.equal(found.selectivity, found.accuracy - found.control_accuracy)
+    assert float(result.control_accuracy) == np.mean(scores[out].argmax(1) == drawn.numpy()[out])
+    assert torch.equal(result.selectivity, result.accuracy - result.control_accuracy)
     # Types can be learnt by heart, rows that are held out cannot.
-    assert (float(found.control_accuracy) > 0.7) == (control == "token")
-    assert float(found.control_accuracy) > 0.4
+    assert (float(result.control_accuracy) > 0.7) == (control == "token")
+    assert float(result.control_accuracy) > 0.4
     assert not any("control" in name or "selectivity" in name for name in plain.to_frame())
-    assert {"control_accuracy", "selectivity"} <= set(found.to_frame())
+    assert {"control_accuracy", "selectivity"} <= set(result.to_frame())
 
 
 def test_control_labels_have_the_shares_of_the_classes():
@@ -238,13 +238,13 @@ def test_every_position_of_a_row_is_on_one_side():
     model = tiny_llama()
     tokens = random_tokens(20, 9)
     label = torch.arange(20) % 2
-    found = lsim.analyze(model, tokens, lsim.LinearProbe(labels=label))["linear_probe"]
+    result = lsim.analyze(model, tokens, lsim.LinearProbe(labels=label))["linear_probe"]
     out = sum(oracles.held_out_rows(20))
-    assert float(found.test_samples.sum()) == 9 * out
-    assert float(found.samples.sum()) == 9 * (20 - out)
+    assert float(result.test_samples.sum()) == 9 * out
+    assert float(result.samples.sum()) == 9 * (20 - out)
     # Long rows continue in further rows of the same number.
     cut = lsim.analyze(model, lsim.Data(tokens, seq_len=4), lsim.LinearProbe(labels=label))["linear_probe"]
-    assert torch.equal(cut.test_samples, found.test_samples)
+    assert torch.equal(cut.test_samples, result.test_samples)
 
 
 @pytest.mark.light("mean", "all")

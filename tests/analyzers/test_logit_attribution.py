@@ -103,10 +103,10 @@ def test_a_token_for_each_row_and_one_against_it(against):
     ids = [(7 * row) % 300 for row in range(39)]
     analyzer = lsim.LogitAttribution(torch.tensor(ids), None if against is None else torch.tensor(against))
     one = with_sublayers(view(x, rows=39, row=torch.arange(39), column=torch.zeros(39).long()), x)
-    found = from_views(analyzer, [one])
+    result = from_views(analyzer, [one])
     expected = oracles.oracle_logit_attribution([x], ids, against)
     for name, values in expected.items():
-        np.testing.assert_allclose(getattr(found, name), values, rtol=1e-9, atol=1e-11, err_msg=name)
+        np.testing.assert_allclose(getattr(result, name), values, rtol=1e-9, atol=1e-11, err_msg=name)
 
 
 def test_text_intervals_files_and_figures(tmp_path):
@@ -146,11 +146,11 @@ def test_a_block_whose_sublayers_miss_a_part_of_it_is_one_term():
     whole = with_sublayers(view(x), x)
     activations = whole.activations.clone()
     activations[whole.sites.index("blocks.1.hook_mlp_out")] *= 0.5
-    found = from_views(lsim.LogitAttribution(), [type(whole)(**{**vars(whole), "activations": activations})])
+    result = from_views(lsim.LogitAttribution(), [type(whole)(**{**vars(whole), "activations": activations})])
     expected = oracles.oracle_logit_attribution([x])
-    assert found.terms[3:5] == ("blocks.1.hook_resid_post", "blocks.2.hook_attn_out")
-    assert float(found.values[3]) == pytest.approx(expected["by_block"][1])
-    assert float(found.values.sum()) == pytest.approx(float(expected["logit"]))
+    assert result.terms[3:5] == ("blocks.1.hook_resid_post", "blocks.2.hook_attn_out")
+    assert float(result.values[3]) == pytest.approx(expected["by_block"][1])
+    assert float(result.values.sum()) == pytest.approx(float(expected["logit"]))
 
 
 class Bent(torch.nn.Module):

@@ -24,9 +24,9 @@ def test_the_lens_of_a_whole_model_equals_its_oracle(make, norm):
     states, targets = tables(model, rows)
     logits = by_hand(model, states, norm == "final")
     table = [[oracles.softmax(z[t]) for z in logits] for t in range(states.shape[1])]
-    found = lsim.analyze(model, lsim.Data(rows, batch_size=1), [lsim.LogitLens(norm=norm), lsim.Saturation(norm=norm)])
-    lens = found["logit_lens"]
-    saturation = found["saturation"]
+    report = lsim.analyze(model, lsim.Data(rows, batch_size=1), [lsim.LogitLens(norm=norm), lsim.Saturation(norm=norm)])
+    lens = report["logit_lens"]
+    saturation = report["saturation"]
     known = [t for t in range(len(targets)) if targets[t] is not None]
     for layer in range(len(logits)):
         cross_entropy = -np.mean([np.log(table[t][layer][targets[t]]) for t in known])
@@ -42,21 +42,21 @@ def test_the_lens_of_a_whole_model_equals_its_oracle(make, norm):
 
 def test_theorem_2_2_centred_equals_its_oracle():
     data = [residuals(seed, tokens=20) for seed in range(2)]
-    found = from_views(lsim.LogitLens(center="dataset"), [view(x) for x in data])
+    result = from_views(lsim.LogitLens(center="dataset"), [view(x) for x in data])
     expected = oracles.oracle_logit_lens(data, center=True)
     raw = oracles.oracle_logit_lens(data)
     for name in ("step_share", "step_share_if_closer", "lost_share"):
-        np.testing.assert_allclose(getattr(found, name), expected[name], err_msg=name)
+        np.testing.assert_allclose(getattr(result, name), expected[name], err_msg=name)
     assert not np.allclose(raw["step_share_if_closer"][1:], expected["step_share_if_closer"][1:])
 
 
 def test_correct_predictions_that_a_later_layer_loses():
     best = torch.tensor([[0, 0, 0, 0], [1, 2, 0, 4], [2, 2, 3, 4], [1, 2, 0, 4]])
     x = 5.0 * torch.nn.functional.one_hot(best, 8).double().numpy()
-    found = from_views(lsim.LogitLens(), [view(x, np.arange(4), unembed=own_head(np.eye(8)))])
-    np.testing.assert_allclose(found.accuracy, [2 / 3, 2 / 3, 2 / 3])
+    result = from_views(lsim.LogitLens(), [view(x, np.arange(4), unembed=own_head(np.eye(8)))])
+    np.testing.assert_allclose(result.accuracy, [2 / 3, 2 / 3, 2 / 3])
     # The next tokens are 1, 2 and 3.
-    np.testing.assert_allclose(found.lost_share, [1 / 3, 1 / 3, 0])
+    np.testing.assert_allclose(result.lost_share, [1 / 3, 1 / 3, 0])
 
 
 def test_one_lens_serves_all_who_ask():
@@ -87,13 +87,13 @@ def test_one_lens_serves_all_who_ask():
 
 
 def test_a_model_of_one_block():
-    found = lsim.analyze(tiny_llama(layers=1), random_tokens(4, 12), [cls() for cls in LENSES])
-    assert found["logit_lens"].agreement.tolist() == [1]
-    assert found["logit_lens"].monotone_share == 1
-    assert found["logit_lens"].effective_depth(0) == 1
-    assert found["saturation"].early_share == 0
-    assert found["saturation"].cosine_to_last.tolist() == [1]
-    assert (found["exit_curve"].speedup == 1).all()
+    report = lsim.analyze(tiny_llama(layers=1), random_tokens(4, 12), [cls() for cls in LENSES])
+    assert report["logit_lens"].agreement.tolist() == [1]
+    assert report["logit_lens"].monotone_share == 1
+    assert report["logit_lens"].effective_depth(0) == 1
+    assert report["saturation"].early_share == 0
+    assert report["saturation"].cosine_to_last.tolist() == [1]
+    assert (report["exit_curve"].speedup == 1).all()
 
 
 def test_the_next_token_is_the_one_that_the_model_attends_to():
@@ -101,23 +101,23 @@ def test_the_next_token_is_the_one_that_the_model_attends_to():
     model = tiny_llama()
     tokens = random_tokens(1, 8)
     mask = torch.tensor([[1, 1, 1, 0, 1, 1, 0, 0]])
-    found = lsim.analyze(model, {"input_ids": tokens, "attention_mask": mask}, lsim.LogitLens())["logit_lens"]
-    assert (found.positions, found.targets) == (5, 3)
+    result = lsim.analyze(model, {"input_ids": tokens, "attention_mask": mask}, lsim.LogitLens())["logit_lens"]
+    assert (result.positions, result.targets) == (5, 3)
     skipped = lsim.analyze(model, lsim.Data(tokens, skip_first=2), lsim.LogitLens())["logit_lens"]
     assert (skipped.positions, skipped.targets) == (6, 5)
 
 
 def test_fields_have_their_own_names():
-    found = from_views(lsim.LogitLens(), [view(residuals(5))])
-    assert torch.equal(found.cross_entropy, found.values)
-    assert np.asarray(found).shape == (3,)
-    table = found.to_frame()
+    result = from_views(lsim.LogitLens(), [view(residuals(5))])
+    assert torch.equal(result.cross_entropy, result.values)
+    assert np.asarray(result).shape == (3,)
+    table = result.to_frame()
     assert {"layer", "cross_entropy", "perplexity", "accuracy", "agreement", "kl_to_final", "entropy"} <= set(table.columns)
     assert "values" not in table.columns
-    assert found.plot("cross_entropy").layout.title.text == found.plot().layout.title.text
-    assert list(found.to_frame("top_k_accuracy").columns) == ["k", "layer", "top_k_accuracy"]
+    assert result.plot("cross_entropy").layout.title.text == result.plot().layout.title.text
+    assert list(result.to_frame("top_k_accuracy").columns) == ["k", "layer", "top_k_accuracy"]
     with pytest.raises(lsim.LayersimError, match="'loss'"):
-        found.plot("loss")
+        result.plot("loss")
 
 
 def test_a_label_that_cannot_be_said_has_no_probability():
@@ -249,10 +249,10 @@ def test_what_is_saved_can_be_resumed(tmp_path):
 def test_saturation_with_a_centre_and_without():
     x = [residuals(i, tokens=25) for i in range(3)]
     for center in ("none", "dataset"):
-        found = from_views(lsim.Saturation(center=center, norm="none"), [view(b) for b in x])
+        result = from_views(lsim.Saturation(center=center, norm="none"), [view(b) for b in x])
         expected = oracles.oracle_saturation(x, norm=False, center=center == "dataset")
         for name, value in expected.items():
-            np.testing.assert_allclose(getattr(found, name), value, atol=1e-9, err_msg=name)
+            np.testing.assert_allclose(getattr(result, name), value, atol=1e-9, err_msg=name)
     # Exactly, whatever the rounding of norms.
     few = [from_views(lsim.Saturation(), [view(residuals(seed, tokens=3))]) for seed in range(20)]
     assert {float(one.cosine_to_last[-1]) for one in few} == {1.0}

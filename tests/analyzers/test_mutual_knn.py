@@ -30,11 +30,11 @@ def between(analyzer, x: np.ndarray, y: np.ndarray) -> torch.Tensor:
 def test_it_equals_its_oracle(metric, k):
     data = [residuals(seed, layers=3, tokens=n) for seed, n in enumerate((12, 20, 4))]
     expected = oracles.oracle_mutual_knn(data, k=k, kind=metric)
-    found = from_views(lsim.MutualKNN(k=k, metric=metric), [samples(x) for x in data])
+    result = from_views(lsim.MutualKNN(k=k, metric=metric), [samples(x) for x in data])
     for field in ("values", "chance"):
-        np.testing.assert_allclose(getattr(found, field), expected[field], atol=1e-12)
+        np.testing.assert_allclose(getattr(result, field), expected[field], atol=1e-12)
     # Of four samples, all others are the three nearest.
-    assert (found.samples, found.minibatches, found.k) == ((36, 3, 1) if k == 1 else (32, 2, 3))
+    assert (result.samples, result.minibatches, result.k) == ((36, 3, 1) if k == 1 else (32, 2, 3))
 
 
 def by_neighbours(overlap, x, y, k, text):
@@ -63,8 +63,8 @@ def test_other_overlaps_equal_their_oracles(overlap, rows):
 
 def test_cycles_are_looked_up_at_the_column_site_first():
     x = residuals(0, layers=3, tokens=30)
-    found = from_views(lsim.MutualKNN(k=3, overlap="cycle", permutations=19), [samples(x)])
-    assert float((found.values - found.values.T).abs().max()) > 0.01
+    result = from_views(lsim.MutualKNN(k=3, overlap="cycle", permutations=19), [samples(x)])
+    assert float((result.values - result.values.T).abs().max()) > 0.01
     assert not lsim.MutualKNN(overlap="cycle").needs.symmetric
     assert lsim.MutualKNN(overlap="jaccard").needs.symmetric
 
@@ -87,9 +87,9 @@ def test_the_null_of_other_overlaps_is_that_of_exchanged_texts(overlap):
 
 
 def test_the_headline_names_the_overlap():
-    found = from_views(lsim.MutualKNN(k=3, overlap="jaccard"), [samples(residuals(0, tokens=20))])
-    assert "Jaccard index of neighbours(embedding, last)" in found.headline()
-    assert "expected for neighbours at random" not in found.headline()
+    result = from_views(lsim.MutualKNN(k=3, overlap="jaccard"), [samples(residuals(0, tokens=20))])
+    assert "Jaccard index of neighbours(embedding, last)" in result.headline()
+    assert "expected for neighbours at random" not in result.headline()
 
 
 def test_it_equals_scikit_learn():
@@ -122,17 +122,17 @@ def test_ties_give_the_expected_overlap_of_random_choices():
     found = float(from_views(lsim.MutualKNN(k=2), [samples(x)]).values)
     # The twin is the first neighbour; the second is one of the nearer other pair, chosen at random twice: 1/2 that it agrees.
     assert found == pytest.approx((1 + 0.5) / 2, abs=1e-12)
-    same = from_views(lsim.MutualKNN(k=2), [samples(np.ones((2, 9, 4)))])
-    np.testing.assert_allclose(same.values, float(same.chance), atol=1e-12)
+    result = from_views(lsim.MutualKNN(k=2), [samples(np.ones((2, 9, 4)))])
+    np.testing.assert_allclose(result.values, float(result.chance), atol=1e-12)
 
 
 def test_unrelated_layers_share_as_many_as_chance():
     rng = np.random.default_rng(0)
-    found = from_views(lsim.MutualKNN(k=10), [samples(rng.normal(size=(2, 200, 20))) for _ in range(4)])
-    assert float(found.values[0, 1]) == pytest.approx(float(found.chance), abs=0.01)
-    assert float(found.chance) == pytest.approx(10 / 199)
-    np.testing.assert_allclose(found.values.diagonal(), 1, atol=1e-12)
-    assert found.headline()["expected for neighbours at random"] == float(found.chance)
+    result = from_views(lsim.MutualKNN(k=10), [samples(rng.normal(size=(2, 200, 20))) for _ in range(4)])
+    assert float(result.values[0, 1]) == pytest.approx(float(result.chance), abs=0.01)
+    assert float(result.chance) == pytest.approx(10 / 199)
+    np.testing.assert_allclose(result.values.diagonal(), 1, atol=1e-12)
+    assert result.headline()["expected for neighbours at random"] == float(result.chance)
 
 
 ROTATION = np.linalg.qr(np.random.default_rng(0).normal(size=(8, 8)))[0]

@@ -59,16 +59,16 @@ def test_a_simplex_that_the_classifier_has_too():
     x = np.stack([x, x @ np.diag([1, 1, 1, -1])])
     label = torch.as_tensor(np.repeat(np.arange(4), 10))
     weight = torch.as_tensor(np.concatenate([0.1 * simplex + 7, np.ones((2, 4))]))
-    found = from_views(lsim.NeuralCollapse(labels="data", level="token", classifier=weight), [view(x, labels=label)])
-    np.testing.assert_allclose(found.nc2, 0, atol=1e-12)
-    np.testing.assert_allclose(found.equinorm, 0, atol=1e-12)
-    np.testing.assert_allclose(found.nc3[0], 0, atol=1e-12)
-    assert found.nc3[1] > 0.5
+    result = from_views(lsim.NeuralCollapse(labels="data", level="token", classifier=weight), [view(x, labels=label)])
+    np.testing.assert_allclose(result.nc2, 0, atol=1e-12)
+    np.testing.assert_allclose(result.equinorm, 0, atol=1e-12)
+    np.testing.assert_allclose(result.nc3[0], 0, atol=1e-12)
+    assert result.nc3[1] > 0.5
     assert bool(of(x, label).nc3.isnan().all())
 
 
 def test_nc3_equals_its_oracle():
-    (x, label) = planted(1.0)
+    x, label = planted(1.0)
     weight = np.random.default_rng(3).normal(size=(6, 8))
     expected = oracles.oracle_neural_collapse([x], label.tolist(), weight=weight)
     found = of(x, label, classifier=torch.as_tensor(weight))
@@ -98,15 +98,15 @@ def test_rows_as_samples(pool):
     model = tiny_llama()
     rows = [random_tokens(1, n, seed=n)[0] for n in (9, 5, 7, 6, 8, 4)]
     label = torch.tensor([0, 1, 0, 1, 1, 0])
-    found = lsim.analyze(model, rows, lsim.NeuralCollapse(labels=label, pool=pool))["neural_collapse"]
+    result = lsim.analyze(model, rows, lsim.NeuralCollapse(labels=label, pool=pool))["neural_collapse"]
     from ..models.tiny_models import hidden_states
 
     pick = {"last": lambda s: s[:, -1], "first": lambda s: s[:, 0], "mean": lambda s: s.mean(1)}[pool]
     x = np.stack([pick(hidden_states(model, row)) for row in rows], axis=1)
     expected = oracles.oracle_neural_collapse([x], label.tolist())
     # Float32 activations under a pseudo-inverse; where the first token is the whole sample, what enters block 0 is words.
-    np.testing.assert_allclose(found.nc1, expected["values"], rtol=1e-3)
-    assert found.samples.tolist() == [3, 3]
+    np.testing.assert_allclose(result.nc1, expected["values"], rtol=1e-3)
+    assert result.samples.tolist() == [3, 3]
 
 
 def test_the_first_look_runs_no_model():
@@ -116,14 +116,14 @@ def test_the_first_look_runs_no_model():
     lsim.analyze(model, lsim.Data(random_tokens(8, 20), batch_size=4), lsim.Cosine(center="none"))
     of_one_pass = len(forwards)
     forwards.clear()
-    found = lsim.analyze(model, lsim.Data(random_tokens(8, 20), batch_size=4), lsim.NeuralCollapse(classes=5))[
+    result = lsim.analyze(model, lsim.Data(random_tokens(8, 20), batch_size=4), lsim.NeuralCollapse(classes=5))[
         "neural_collapse"
     ]
     assert len(forwards) == of_one_pass
     following = random_tokens(8, 20)[:, 1:].flatten().tolist()
     order = sorted(set(following), key=lambda t: (-following.count(t), t))[:5]
-    assert found.labels == tuple(order)
-    assert found.samples.tolist() == [following.count(t) for t in order]
+    assert result.labels == tuple(order)
+    assert result.samples.tolist() == [following.count(t) for t in order]
 
 
 def test_what_it_cannot_do_is_refused():
@@ -203,8 +203,8 @@ def test_the_default_sample_is_what_the_head_reads_of_a_row(kind):
 
     def nc1(positions=None, beside=(), **options):
         given = [*beside, lsim.NeuralCollapse(labels="data", classes=3, **options)]
-        found = lsim.analyze(model, lsim.Data(data, batch_size=3, positions=positions), given)["neural_collapse"]
-        return found.values.numpy(), found.provenance.options
+        result = lsim.analyze(model, lsim.Data(data, batch_size=3, positions=positions), given)["neural_collapse"]
+        return result.values.numpy(), result.provenance.options
 
     def expected(samples):
         return oracles.oracle_neural_collapse([samples], label, 3)["values"]
@@ -242,5 +242,5 @@ def test_the_default_sample_at_other_sites_and_of_other_models():
     assert torch.equal(at_mlp[0].values, at_mlp[1].values)
     assert not torch.equal(at_mlp[0].values, at_mlp[2].values)
     for labels, level, pool in (("data", "sequence", "last"), ("next_token", "token", None)):
-        found = lsim.analyze(tiny_llama(), data, lsim.NeuralCollapse(labels=labels, level=level))["neural_collapse"]
-        assert found.provenance.options["pool"] == pool
+        result = lsim.analyze(tiny_llama(), data, lsim.NeuralCollapse(labels=labels, level=level))["neural_collapse"]
+        assert result.provenance.options["pool"] == pool

@@ -64,9 +64,9 @@ def test_the_aligned_loss_and_the_layers_of_two_models_refuse_it():
 
 
 def test_a_skipped_block_has_no_effect_on_its_probabilities():
-    found = lsim.analyze(image_vit(labels=1), pixels(4), lsim.SkipEffect())["skip_effect"]
-    assert all(math.isnan(value) for value in found.probability_change.tolist())
-    assert bool((found.values.nan_to_num() > 0).any())
+    result = lsim.analyze(image_vit(labels=1), pixels(4), lsim.SkipEffect())["skip_effect"]
+    assert all(math.isnan(value) for value in result.probability_change.tolist())
+    assert bool((result.values.nan_to_num() > 0).any())
 
 
 def test_scores_beside_the_rows_are_to_be_passed_as_a_tensor():

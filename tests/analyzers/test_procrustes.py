@@ -67,10 +67,10 @@ def test_a_rotated_copy_is_equal_and_a_sheared_one_is_not():
     assert found.values.max() <= 1
     assert found.distance() == pytest.approx(0, abs=1e-5)
     assert between(lsim.Procrustes(), [x], [x @ map_of_condition(8, 20)]).values.diagonal().max() < 0.99
-    one = from_views(lsim.Procrustes(), [view(x)])
-    assert one.values.diagonal().tolist() == [1] * 4
-    assert one.angle.diagonal().tolist() == [0] * 4
-    np.testing.assert_allclose(one.values, one.values.T, atol=0)
+    result = from_views(lsim.Procrustes(), [view(x)])
+    assert result.values.diagonal().tolist() == [1] * 4
+    assert result.angle.diagonal().tolist() == [0] * 4
+    np.testing.assert_allclose(result.values, result.values.T, atol=0)
 
 
 def test_independent_gaussians_read_the_square_root_of_width_over_samples():
@@ -90,9 +90,9 @@ def test_the_angle_satisfies_the_triangle_inequality():
 @pytest.mark.filterwarnings("ignore:(CKA|CCA) rests:tl_layersim.LayersimWarning")
 def test_the_angles_of_other_measures_are_metrics_too(analyzer):
     x = residuals(0, layers=6, tokens=40)
-    found = from_views(analyzer, [view(x, rows=40)])
-    angle = found.angle.numpy()
-    np.testing.assert_allclose(np.cos(angle), found.values, atol=1e-12)
+    result = from_views(analyzer, [view(x, rows=40)])
+    angle = result.angle.numpy()
+    np.testing.assert_allclose(np.cos(angle), result.values, atol=1e-12)
     assert (angle[:, None, :] <= angle[:, :, None] + angle[None, :, :].transpose(0, 2, 1) + 1e-9).all()
 
 
@@ -128,17 +128,17 @@ def test_the_distance_without_scaling_is_in_units_of_the_activations():
 
 
 def test_a_result_of_an_earlier_version_has_no_distance_without_scaling():
-    found = from_views(lsim.Procrustes(permutations=19), [view(residuals(0, tokens=30), rows=30)])
-    fields = {field.name: getattr(found, field.name) for field in dataclasses.fields(found) if field.name != "euclidean"}
-    earlier = type(found)(**fields)
-    assert earlier.euclidean.shape == found.values.shape
+    result = from_views(lsim.Procrustes(permutations=19), [view(residuals(0, tokens=30), rows=30)])
+    fields = {field.name: getattr(result, field.name) for field in dataclasses.fields(result) if field.name != "euclidean"}
+    earlier = type(result)(**fields)
+    assert earlier.euclidean.shape == result.values.shape
     assert bool(earlier.euclidean.isnan().all())
 
 
 def test_fewer_samples_than_dimensions_are_spoken_of():
     with pytest.warns(lsim.LayersimWarning, match=r"Procrustes rests on 7 tokens of 8 dimensions"):
-        found = from_views(lsim.Procrustes(), [view(residuals(0, tokens=7))])
-    np.testing.assert_allclose(found.values, oracles.oracle_procrustes([residuals(0, tokens=7)])["values"], atol=1e-9)
+        result = from_views(lsim.Procrustes(), [view(residuals(0, tokens=7))])
+    np.testing.assert_allclose(result.values, oracles.oracle_procrustes([residuals(0, tokens=7)])["values"], atol=1e-9)
     from_views(lsim.Procrustes(), [view(residuals(0, tokens=8))])
     with pytest.warns(lsim.LayersimWarning, match="2 tokens"):
         two = from_views(lsim.Procrustes(), [view(residuals(0, tokens=2))])

@@ -40,9 +40,9 @@ def test_it_equals_its_oracle(kind, compare):
     """Minibatches of several sizes, weighted by their pairs."""
     data = [residuals(seed, layers=3, tokens=n) for seed, n in enumerate((12, 20, 5))]
     expected = oracles.oracle_rsa(data, kind=kind, compare=compare)
-    found = from_views(lsim.RSA(dissimilarity=kind, compare=compare), [samples(x) for x in data])
-    np.testing.assert_allclose(found.values, expected["values"], atol=1e-9)
-    assert (found.samples, found.minibatches) == (37, 3)
+    result = from_views(lsim.RSA(dissimilarity=kind, compare=compare), [samples(x) for x in data])
+    np.testing.assert_allclose(result.values, expected["values"], atol=1e-9)
+    assert (result.samples, result.minibatches) == (37, 3)
 
 
 @pytest.mark.parametrize("kind", KINDS[:3])
@@ -52,8 +52,8 @@ def test_it_equals_scipy(kind):
     x = residuals(0, layers=2, tokens=15)
     rdms = [spatial.pdist(layer, kind) for layer in x]
     for compare, expected in (("spearman", stats.spearmanr(*rdms)[0]), ("pearson", stats.pearsonr(*rdms)[0])):
-        found = from_views(lsim.RSA(dissimilarity=kind, compare=compare), [samples(x)])
-        assert float(found.values[0, 1]) == pytest.approx(expected, abs=1e-6)
+        result = from_views(lsim.RSA(dissimilarity=kind, compare=compare), [samples(x)])
+        assert float(result.values[0, 1]) == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
@@ -68,8 +68,8 @@ def test_it_equals_rsatoolbox(compare):
         # Dissimilarities that differ by rounding alone are ties here.
         rdms.dissimilarities = rdms.dissimilarities.round(9)
         expected = rsatoolbox.rdm.compare(rdms[0], rdms[1], method=COMPARISONS[compare]).item()
-        found = from_views(lsim.RSA(dissimilarity=kind, compare=compare), [samples(x)])
-        assert float(found.values[0, 1]) == pytest.approx(expected, abs=1e-6)
+        result = from_views(lsim.RSA(dissimilarity=kind, compare=compare), [samples(x)])
+        assert float(result.values[0, 1]) == pytest.approx(expected, abs=1e-6)
 
 
 def test_whitened_squared_distances_are_biased_cka():
@@ -81,11 +81,11 @@ def test_whitened_squared_distances_are_biased_cka():
 
 def test_rho_a_of_ties_is_below_one_and_has_a_null():
     x = np.repeat(residuals(0, layers=2, tokens=6), 2, axis=1)
-    found = from_views(lsim.RSA(compare="rho_a", permutations=19), [samples(x)])
+    result = from_views(lsim.RSA(compare="rho_a", permutations=19), [samples(x)])
     expected = oracles.oracle_rsa([x], compare="rho_a")["values"]
-    np.testing.assert_allclose(found.values, expected, atol=1e-9)
-    np.testing.assert_allclose(found.observed, expected, atol=1e-9)
-    assert float(found.values[0, 0]) < 0.999
+    np.testing.assert_allclose(result.values, expected, atol=1e-9)
+    np.testing.assert_allclose(result.observed, expected, atol=1e-9)
+    assert float(result.values[0, 0]) < 0.999
 
 
 def test_comparisons_that_do_not_fit_are_refused():
@@ -212,8 +212,8 @@ def test_a_layer_of_equal_samples_is_nan_and_named():
     x = residuals(0, tokens=20)
     x[1] = 1.0
     with pytest.warns(lsim.LayersimWarning, match=r"RSA is not defined at blocks\.0\.hook_resid_post"):
-        found = from_views(lsim.RSA(permutations=19), [samples(x)])
-    for field in (found.values, found.p_values, found.calibrated):
+        result = from_views(lsim.RSA(permutations=19), [samples(x)])
+    for field in (result.values, result.p_values, result.calibrated):
         assert bool(field[1].isnan().all() and field[:, 1].isnan().all())
         assert not bool(field[0, 2:].isnan().any())
     x[:] = 1.0
@@ -233,11 +233,11 @@ def test_too_few_samples_are_refused():
 
 def test_headline_and_sequences():
     x = residuals(0, tokens=60)
-    found = from_views(lsim.RSA(level="sequence", pool="last", permutations=19), [view(x, rows=12)])
-    assert found.samples == 12
-    assert found.headline()["RSA(embedding, last)"] == float(found.values[0, -1])
-    assert found.headline()["RSA(last but one, last)"] == float(found.values[-2, -1])
-    assert "p-value of the maximum over pairs of layers" in found.headline()
+    result = from_views(lsim.RSA(level="sequence", pool="last", permutations=19), [view(x, rows=12)])
+    assert result.samples == 12
+    assert result.headline()["RSA(embedding, last)"] == float(result.values[0, -1])
+    assert result.headline()["RSA(last but one, last)"] == float(result.values[-2, -1])
+    assert "p-value of the maximum over pairs of layers" in result.headline()
 
 
 def test_a_minibatch_of_equal_dissimilarities_is_left_out_of_the_average():
@@ -247,11 +247,11 @@ def test_a_minibatch_of_equal_dissimilarities_is_left_out_of_the_average():
     one[0] = 1.0
     analyzer = lsim.RSA(minibatch=12, permutations=19)
     alone = from_views(analyzer, [samples(two, np.arange(10))])
-    both = from_views(analyzer, [samples(one, np.arange(12) + 50), samples(two, np.arange(10))])
-    assert torch.allclose(both.values[0], alone.values[0], atol=1e-12)
-    assert torch.allclose(both.null_mean[0], alone.null_mean[0], atol=1e-12)
+    result = from_views(analyzer, [samples(one, np.arange(12) + 50), samples(two, np.arange(10))])
+    assert torch.allclose(result.values[0], alone.values[0], atol=1e-12)
+    assert torch.allclose(result.null_mean[0], alone.null_mean[0], atol=1e-12)
     later = oracles.oracle_rsa([one[1:], two[1:]])["values"]
-    assert np.allclose(both.values[1:, 1:], later, atol=1e-9)
+    assert np.allclose(result.values[1:, 1:], later, atol=1e-9)
 
 
 def test_layers_that_never_vary_together_have_no_correlation():
@@ -259,7 +259,7 @@ def test_layers_that_never_vary_together_have_no_correlation():
     two = residuals(2, layers=3, tokens=12)
     one[0] = 1.0
     two[1] = 1.0
-    found = from_views(lsim.RSA(permutations=19), [samples(one, np.arange(12)), samples(two, np.arange(12) + 50)])
-    assert found.values.isnan().tolist() == [[False, True, False], [True, False, False], [False, False, False]]
-    assert torch.equal(found.p_values.isnan(), found.values.isnan())
-    assert not bool(found.max_p_value.isnan())
+    result = from_views(lsim.RSA(permutations=19), [samples(one, np.arange(12)), samples(two, np.arange(12) + 50)])
+    assert result.values.isnan().tolist() == [[False, True, False], [True, False, False], [False, False, False]]
+    assert torch.equal(result.p_values.isnan(), result.values.isnan())
+    assert not bool(result.max_p_value.isnan())

@@ -36,9 +36,9 @@ def texts(count: int, length: int = 6) -> list[torch.Tensor]:
 def test_it_equals_its_oracle():
     """Minibatches of several sizes, weighted by their samples; three samples are too few."""
     data = [residuals(seed, layers=3, tokens=n) for seed, n in enumerate((12, 20, 3))]
-    found = from_views(lsim.Similarity(oracles.kernel_alignment), [samples(x) for x in data])
-    np.testing.assert_allclose(found.values, oracles.oracle_similarity(data)["values"], rtol=1e-12)
-    assert (found.samples, found.minibatches, found.texts) == (32, 2, 16)
+    result = from_views(lsim.Similarity(oracles.kernel_alignment), [samples(x) for x in data])
+    np.testing.assert_allclose(result.values, oracles.oracle_similarity(data)["values"], rtol=1e-12)
+    assert (result.samples, result.minibatches, result.texts) == (32, 2, 16)
 
 
 def test_two_models_of_other_widths():
@@ -69,9 +69,9 @@ def test_the_function_receives_float64_arrays_of_each_width():
 
 def test_a_function_may_change_its_arrays():
     data = [residuals(seed, layers=3, tokens=12) for seed in range(2)]
-    found = from_views(lsim.Similarity(biased_cka), [samples(x) for x in data])
+    result = from_views(lsim.Similarity(biased_cka), [samples(x) for x in data])
     expected = [oracles.oracle_cka([x], biased=True)["values"] for x in data]
-    np.testing.assert_allclose(found.values, np.mean(expected, 0), atol=1e-12)
+    np.testing.assert_allclose(result.values, np.mean(expected, 0), atol=1e-12)
 
 
 def test_analyze_with_intervals_and_null_beside_the_analyzer_of_the_package():
@@ -105,8 +105,8 @@ def test_compare_and_its_exchanged_order():
 
 def test_values_above_one_keep_their_intervals():
     data = lsim.Data(texts(64), batch_size=16)
-    found = lsim.analyze(tiny_llama(), data, lsim.Similarity(lambda x, y: 5 + biased_cka(x, y), minibatch=16), intervals=True)
-    value, low, high, _ = found["similarity"].interval("values")
+    report = lsim.analyze(tiny_llama(), data, lsim.Similarity(lambda x, y: 5 + biased_cka(x, y), minibatch=16), intervals=True)
+    value, low, high, _ = report["similarity"].interval("values")
     assert bool((low[0, 1] < value[0, 1]) & (value[0, 1] < high[0, 1]))
     assert float(high[0, 1]) > 5
 
@@ -116,16 +116,16 @@ def test_a_pair_that_is_undefined_in_one_permutation_has_no_null():
         # The layers of a random walk are near each other in the true pairing alone.
         return 1.0 if np.linalg.norm(x - y) < np.linalg.norm(x - y[::-1]) else math.nan
 
-    found = from_views(lsim.Similarity(undefined_if_exchanged, permutations=19), [samples(residuals(0, layers=2, tokens=12))])
-    assert torch.equal(found.values, torch.ones(2, 2, dtype=torch.float64))
-    assert bool(found.p_values.isnan().all())
+    result = from_views(lsim.Similarity(undefined_if_exchanged, permutations=19), [samples(residuals(0, layers=2, tokens=12))])
+    assert torch.equal(result.values, torch.ones(2, 2, dtype=torch.float64))
+    assert bool(result.p_values.isnan().all())
 
 
 def test_nan_of_a_minibatch_is_nan():
-    found = from_views(
+    result = from_views(
         lsim.Similarity(lambda x, y: math.nan if len(x) == 12 else 1.0), [samples(residuals(tokens=n)) for n in (12, 20)]
     )
-    assert bool(found.values.isnan().all())
+    assert bool(result.values.isnan().all())
 
 
 @pytest.mark.parametrize(
@@ -140,8 +140,8 @@ def test_what_is_no_number_is_refused(value, text):
 
 def test_numbers_of_numpy_and_torch_are_numbers():
     for value in (np.float32(0.5), torch.tensor(0.5), np.array(0.5), 1):
-        found = from_views(lsim.Similarity(lambda x, y, value=value: value), [samples(residuals(0, tokens=12))])
-        assert float(found.values[0, 0]) == float(value)
+        result = from_views(lsim.Similarity(lambda x, y, value=value: value), [samples(residuals(0, tokens=12))])
+        assert float(result.values[0, 0]) == float(value)
 
 
 def test_the_options_digest_the_code_and_the_values_of_a_function():

@@ -96,22 +96,22 @@ def test_effects_equal_those_of_hooks(make, keep_first, splits):
     model = make()
     rows = rows_of(20, 13, 9, 18)
     asked = lsim.SkipEffect(keep_first=keep_first, splits=splits)
-    found = lsim.analyze(model, rows, asked)["skip_effect"]
+    result = lsim.analyze(model, rows, asked)["skip_effect"]
     for name, expected in naive(model, rows, keep_first, splits).items():
-        np.testing.assert_allclose(getattr(found, name), expected, rtol=2e-4, atol=2e-5, err_msg=name)
-    assert found.values[0].nan_to_num(0).max() > 0.01
+        np.testing.assert_allclose(getattr(result, name), expected, rtol=2e-4, atol=2e-5, err_msg=name)
+    assert result.values[0].nan_to_num(0).max() > 0.01
     alone = lsim.analyze(model, lsim.Data(rows, batch_size=1), asked)["skip_effect"]
-    assert worst(found, alone) < 1e-5
+    assert worst(result, alone) < 1e-5
 
 
 def test_half_precision():
     model = tiny_llama(dtype=torch.bfloat16)
     rows = rows_of(16)
-    found = lsim.analyze(model, rows, lsim.SkipEffect())["skip_effect"]
+    result = lsim.analyze(model, rows, lsim.SkipEffect())["skip_effect"]
     expected = naive(model, rows, 1, 1)
     for name in FIELDS:
-        np.testing.assert_allclose(getattr(found, name), expected[name], rtol=1e-3, err_msg=name)
-    np.testing.assert_allclose(found.probability_change, expected["probability_change"], rtol=0.05, atol=1e-3)
+        np.testing.assert_allclose(getattr(result, name), expected[name], rtol=1e-3, err_msg=name)
+    np.testing.assert_allclose(result.probability_change, expected["probability_change"], rtol=0.05, atol=1e-3)
 
 
 @pytest.mark.parametrize("splits", [0, 1, 3])
@@ -119,40 +119,40 @@ def test_half_precision():
 def test_views_equal_the_oracle(keep_first, splits):
     # A row that is too short for the second variant, and one that is not measured at all with keep_first=4.
     data = [residuals(i, tokens=n) for i, n in enumerate((17, 5, 3))]
-    found = from_views(lsim.SkipEffect(keep_first=keep_first, splits=splits), [view(x) for x in data])
+    result = from_views(lsim.SkipEffect(keep_first=keep_first, splits=splits), [view(x) for x in data])
     for name, expected in oracles.oracle_skip_effect(data, keep_first, splits).items():
-        np.testing.assert_allclose(getattr(found, name), expected, rtol=1e-9, atol=1e-12, err_msg=name)
-    assert bool(found.later.isnan().all()) == (splits == 0)
+        np.testing.assert_allclose(getattr(result, name), expected, rtol=1e-9, atol=1e-12, err_msg=name)
+    assert bool(result.later.isnan().all()) == (splits == 0)
 
 
 def test_tokens_that_are_not_counted_are_skipped_and_not_measured():
     model = tiny_llama()
     rows = rows_of(20)
-    found = lsim.analyze(model, lsim.Data(rows, skip_first=15), lsim.SkipEffect(splits=0))["skip_effect"]
+    result = lsim.analyze(model, lsim.Data(rows, skip_first=15), lsim.SkipEffect(splits=0))["skip_effect"]
     own, p = skipped_run(model, rows[0], None, 0, 0)
     other, q = skipped_run(model, rows[0], 1, 1, 20)
     change = ((own - other).norm(dim=-1) / own.norm(dim=-1))[2, 15:]
-    torch.testing.assert_close(found.values[1, 2], change.mean(), rtol=1e-4, atol=0)
-    torch.testing.assert_close(found.probability_change[1], (p - q).norm(dim=-1)[15:].mean(), rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(result.values[1, 2], change.mean(), rtol=1e-4, atol=0)
+    torch.testing.assert_close(result.probability_change[1], (p - q).norm(dim=-1)[15:].mean(), rtol=1e-4, atol=1e-7)
 
 
 def test_one_block_has_an_effect_on_the_output_alone():
     model = tiny_llama(layers=1)
     rows = rows_of(12)
-    found = lsim.analyze(model, rows, lsim.SkipEffect())["skip_effect"]
-    assert found.values.shape == (1, 1)
-    assert bool(found.values.isnan().all() & found.later.isnan().all())
+    result = lsim.analyze(model, rows, lsim.SkipEffect())["skip_effect"]
+    assert result.values.shape == (1, 1)
+    assert bool(result.values.isnan().all() & result.later.isnan().all())
     expected = naive(model, rows, 1, 1)
-    np.testing.assert_allclose(found.probability_change, expected["probability_change"], rtol=1e-4)
-    assert list(found.headline().values()) == [float(found.probability_change.mean())]
+    np.testing.assert_allclose(result.probability_change, expected["probability_change"], rtol=1e-4)
+    assert list(result.headline().values()) == [float(result.probability_change.mean())]
 
 
 def test_a_row_of_one_token():
     with pytest.raises(LayersimError, match="`keep_first`"):
         lsim.analyze(tiny_llama(), rows_of(1), lsim.SkipEffect())
-    found = lsim.analyze(tiny_llama(), rows_of(1), lsim.SkipEffect(keep_first=0))["skip_effect"]
-    np.testing.assert_allclose(found.values, naive(tiny_llama(), rows_of(1), 0, 0)["values"], rtol=1e-4)
-    assert bool(found.later.isnan().all())
+    result = lsim.analyze(tiny_llama(), rows_of(1), lsim.SkipEffect(keep_first=0))["skip_effect"]
+    np.testing.assert_allclose(result.values, naive(tiny_llama(), rows_of(1), 0, 0)["values"], rtol=1e-4)
+    assert bool(result.later.isnan().all())
 
 
 def test_a_block_that_adds_nothing_is_omitted_with_a_warning():
@@ -161,11 +161,11 @@ def test_a_block_that_adds_nothing_is_omitted_with_a_warning():
         model.model.layers[2].mlp.down_proj.weight.zero_()
         model.model.layers[2].self_attn.o_proj.weight.zero_()
     with pytest.warns(LayersimWarning, match=r"blocks\.2\.hook_resid_post at 19 of 19 tokens"):
-        found = lsim.analyze(model, rows_of(20), lsim.SkipEffect())["skip_effect"]
-    assert bool(found.values[:2, 2].isnan().all())
-    assert bool(found.values[0, 1].isfinite())
+        result = lsim.analyze(model, rows_of(20), lsim.SkipEffect())["skip_effect"]
+    assert bool(result.values[:2, 2].isnan().all())
+    assert bool(result.values[0, 1].isfinite())
     # Its output is its input anyway.
-    assert float(found.probability_change[2]) < 1e-6
+    assert float(result.probability_change[2]) < 1e-6
 
 
 def test_the_memory_for_logits_changes_no_number():
@@ -181,17 +181,17 @@ def test_a_block_on_which_nothing_depends():
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj.weight.zero_()
         model.model.layers[0].self_attn.o_proj.weight.zero_()
-    found = lsim.analyze(model, rows_of(20), lsim.SkipEffect())["skip_effect"]
-    assert float(found.values[0, 1:].max()) < 1e-5
+    result = lsim.analyze(model, rows_of(20), lsim.SkipEffect())["skip_effect"]
+    assert float(result.values[0, 1:].max()) < 1e-5
 
 
 def test_a_model_without_a_head_has_no_output_probabilities():
     whole = tiny_llama()
     rows = rows_of(14)
-    found = lsim.analyze(whole.model, rows, lsim.SkipEffect())["skip_effect"]
+    result = lsim.analyze(whole.model, rows, lsim.SkipEffect())["skip_effect"]
     with_head = lsim.analyze(whole, rows, lsim.SkipEffect())["skip_effect"]
-    torch.testing.assert_close(found.values, with_head.values, equal_nan=True)
-    assert bool(found.probability_change.isnan().all() & with_head.probability_change.isfinite().all())
+    torch.testing.assert_close(result.values, with_head.values, equal_nan=True)
+    assert bool(result.probability_change.isnan().all() & with_head.probability_change.isfinite().all())
 
 
 def test_a_classifier_is_compared_at_the_position_that_its_head_reads():
@@ -204,7 +204,7 @@ def test_a_classifier_is_compared_at_the_position_that_its_head_reads():
     )  # fmt: skip
     model = LlamaForSequenceClassification(config).eval()
     rows = rows_of(14, 8)
-    found = lsim.analyze(model, rows, lsim.SkipEffect(splits=0))["skip_effect"]
+    result = lsim.analyze(model, rows, lsim.SkipEffect(splits=0))["skip_effect"]
     change = []
     for row in rows:
         with torch.no_grad():
@@ -215,7 +215,7 @@ def test_a_classifier_is_compared_at_the_position_that_its_head_reads():
             other = model(row[None]).logits[0].double().softmax(-1)
             handle.remove()
         change.append((own - other).norm())
-    torch.testing.assert_close(found.probability_change[1], torch.stack(change).mean(), rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(result.probability_change[1], torch.stack(change).mean(), rtol=1e-4, atol=1e-7)
 
 
 def test_blocks_that_give_another_output_when_called_again_are_refused():
@@ -247,18 +247,18 @@ def test_numbers_that_overflow_are_refused():
 
 
 def test_tables_and_figures_name_blocks():
-    found = from_views(lsim.SkipEffect(), [view(residuals(0))])
-    table = found.to_frame()
+    result = from_views(lsim.SkipEffect(), [view(residuals(0))])
+    table = result.to_frame()
     assert list(table.columns) == ["skipped", "affected", *FIELDS]
     assert list(table["affected"].cat.categories) == list(layer_names(3)[1:])
-    figure = found.plot()
+    figure = result.plot()
     assert figure.layout.xaxis.title.text == "Affected block"
     assert figure.layout.yaxis.title.text == "Skipped block"
-    assert found.plot("probability_change").layout.xaxis.title.text == "Skipped block"
-    assert set(OUTPUTS) | set(FIELDS) == set(found.tensor_fields())
-    halves = found.headline()
-    assert halves["relative change, first half skipped"] == pytest.approx(float(found.values[:1].nanmean()))
-    assert halves["relative change, second half skipped"] == pytest.approx(float(found.values[1:].nanmean()))
+    assert result.plot("probability_change").layout.xaxis.title.text == "Skipped block"
+    assert set(OUTPUTS) | set(FIELDS) == set(result.tensor_fields())
+    halves = result.headline()
+    assert halves["relative change, first half skipped"] == pytest.approx(float(result.values[:1].nanmean()))
+    assert halves["relative change, second half skipped"] == pytest.approx(float(result.values[1:].nanmean()))
 
 
 class Wrapped(torch.nn.Module):
@@ -281,9 +281,9 @@ def test_blocks_that_fill_a_cache_are_replayed_without_it(attention):
     expected = lsim.analyze(model, tokens, effect)["skip_effect"]
     layers = [f"inner.model.layers.{number}" for number in range(len(blocks_of(model)))]
     wrapped = lsim.open_model(Wrapped(model), layers=layers, unembed=["inner.model.norm", "inner.lm_head"])
-    found = lsim.analyze(wrapped, tokens, effect)["skip_effect"]
-    np.testing.assert_allclose(found.probability_change, expected.probability_change, rtol=1e-5)
-    np.testing.assert_allclose(found.values, expected.values, rtol=1e-4, equal_nan=True)
+    result = lsim.analyze(wrapped, tokens, effect)["skip_effect"]
+    np.testing.assert_allclose(result.probability_change, expected.probability_change, rtol=1e-5)
+    np.testing.assert_allclose(result.values, expected.values, rtol=1e-4, equal_nan=True)
 
 
 class Added(torch.nn.Module):

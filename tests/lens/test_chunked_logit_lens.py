@@ -165,9 +165,9 @@ def test_half_precision_is_the_models_own(dtype):
         logits = model(tokens).logits
     assert logits.dtype == dtype
     own = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).double(), tokens[:, 1:].flatten())
-    found = lsim.analyze(model, lsim.Data(tokens, batch_size=4), lsim.LogitLens())["logit_lens"]
-    np.testing.assert_allclose(found.cross_entropy[-1], own, rtol=1e-5 if dtype == torch.float16 else 2e-2)
-    assert found.kl_to_final[-1] == 0
+    result = lsim.analyze(model, lsim.Data(tokens, batch_size=4), lsim.LogitLens())["logit_lens"]
+    np.testing.assert_allclose(result.cross_entropy[-1], own, rtol=1e-5 if dtype == torch.float16 else 2e-2)
+    assert result.kl_to_final[-1] == 0
 
 
 def test_logits_that_overflow_are_named_with_their_layer():
@@ -188,10 +188,10 @@ def test_large_logits_do_not_overflow(offset):
     head.weight.data = torch.as_tensor(weight)
     head.bias.data = torch.full((oracles.WORDS,), offset, dtype=torch.float64)
     unembed = Unembed(torch.nn.LayerNorm(8, elementwise_affine=False), (head,), "every", 1.0, None, torch.float64, None, head)
-    found = from_views(lsim.LogitLens(), [view(x, unembed=unembed)])
+    result = from_views(lsim.LogitLens(), [view(x, unembed=unembed)])
     expected = oracles.oracle_logit_lens([x], head=weight)
     for name, value in expected.items():
-        np.testing.assert_allclose(getattr(found, name), value, atol=1e-8, rtol=1e-8, err_msg=name)
+        np.testing.assert_allclose(getattr(result, name), value, atol=1e-8, rtol=1e-8, err_msg=name)
 
 
 def test_ids_that_cannot_be_said_have_no_weight():
@@ -205,9 +205,9 @@ def test_ids_that_cannot_be_said_have_no_weight():
         for linear in (head, None):
             norm = torch.nn.LayerNorm(8, elementwise_affine=False)
             unembed = Unembed(norm, (head,), "every", 1.0, None, torch.float64, None, linear)
-            found = from_views(lsim.LogitLens(), [view(x, unembed=unembed)])
+            result = from_views(lsim.LogitLens(), [view(x, unembed=unembed)])
             for name, value in expected.items():
-                np.testing.assert_allclose(getattr(found, name), value, atol=1e-8, rtol=1e-8, err_msg=name)
+                np.testing.assert_allclose(getattr(result, name), value, atol=1e-8, rtol=1e-8, err_msg=name)
 
 
 def test_own_heads_are_checked_in_the_oracles_tests_too():

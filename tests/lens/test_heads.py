@@ -125,7 +125,7 @@ def test_the_lens_without_the_norm_pools_the_residuals_themselves(name):
 def test_the_cosine_of_saturated_rows_is_that_of_pooled_residuals(name, center):
     case = CASES[name]
     model = CASES[name].build()
-    found = called(lsim.analyze, model, case.data(), lsim.Saturation(center=center), **case.options)["saturation"]
+    result = called(lsim.analyze, model, case.data(), lsim.Saturation(center=center), **case.options)["saturation"]
     vectors = []
     tokens = []
     for row in case.rows():
@@ -141,7 +141,7 @@ def test_the_cosine_of_saturated_rows_is_that_of_pooled_residuals(name, center):
         pair = x[layer] - mean[layer], x[-1] - mean[-1]
         cosines.setdefault(layer, []).append(float(torch.cosine_similarity(*pair, 0)))
     for layer, value in cosines.items():
-        np.testing.assert_allclose(found.cosine_to_last[layer], np.mean(value), rtol=1e-7)
+        np.testing.assert_allclose(result.cosine_to_last[layer], np.mean(value), rtol=1e-7)
 
 
 def test_half_precision_rows_agree_with_the_model():
@@ -196,10 +196,10 @@ def test_heads_of_tokens_are_read_at_every_position(name):
 def test_a_head_of_rows_measures_all_positions_by_default_and_no_fewer():
     case = CASES["modernbert mean"]
     data = case.data(labels=LABELS)
-    both = lsim.analyze(case.build(), data, [lsim.LogitLens(labels="data"), lsim.Cosine(center="none")])
-    assert both["cosine"].provenance.tokens == 31
+    report = lsim.analyze(case.build(), data, [lsim.LogitLens(labels="data"), lsim.Cosine(center="none")])
+    assert report["cosine"].provenance.tokens == 31
     np.testing.assert_allclose(
-        both["logit_lens"].cross_entropy[-1], -own_logits(case).log_softmax(-1)[torch.arange(5), -1, LABELS].mean()
+        report["logit_lens"].cross_entropy[-1], -own_logits(case).log_softmax(-1)[torch.arange(5), -1, LABELS].mean()
     )
     for positions in ("first", "last", slice(0, 2), "mean"):
         with pytest.raises(lsim.LayersimError, match="positions"):
@@ -275,8 +275,8 @@ def test_collapse_of_what_the_head_reads(name):
         vectors.append(read[name])
     expected = oracles.oracle_neural_collapse([torch.stack(vectors, 1).numpy()], labels.tolist(), 2)["values"]
     asked = lsim.NeuralCollapse(labels="data", classes=2, pool="head")
-    found = called(lsim.analyze, model, case.data(labels=labels), asked, **case.options)["neural_collapse"]
-    np.testing.assert_allclose(found.values[1:], expected, rtol=1e-8)
+    result = called(lsim.analyze, model, case.data(labels=labels), asked, **case.options)["neural_collapse"]
+    np.testing.assert_allclose(result.values[1:], expected, rtol=1e-8)
     if case.reads == "rows":
         with pytest.raises(lsim.LayersimError, match="positions"):
             called(lsim.analyze, model, case.data(labels=labels), asked, positions="first", **case.options)
@@ -292,7 +292,7 @@ def test_collapse_of_what_a_language_model_reads_is_not_defined():
 def test_skipped_blocks_change_the_classes_of_rows(name):
     case = CASES[name]
     model = CASES[name].build()
-    found = called(lsim.analyze, model, case.data(4), lsim.SkipEffect(keep_first=1, splits=1), batch_size=3, **case.options)[
+    result = called(lsim.analyze, model, case.data(4), lsim.SkipEffect(keep_first=1, splits=1), batch_size=3, **case.options)[
         "skip_effect"
     ]
     for skipped in range(3):
@@ -311,6 +311,6 @@ def test_skipped_blocks_change_the_classes_of_rows(name):
             with torch.no_grad():
                 every.append(float((own - model(**row).logits[0].softmax(-1)).norm()))
             handle.remove()
-        np.testing.assert_allclose(found.probability_change[skipped], np.mean(every), rtol=1e-8)
+        np.testing.assert_allclose(result.probability_change[skipped], np.mean(every), rtol=1e-8)
         # The head also reads the positions at which the block is skipped.
-        assert bool(found.later_probability_change[skipped].isnan())
+        assert bool(result.later_probability_change[skipped].isnan())

@@ -70,15 +70,15 @@ def test_ranks_change_no_other_number_and_are_shared_with_no_other_token():
         "second": lsim.LogitLens(ranks=50),
         "again": lsim.ExitCurve(),
     }
-    found = lsim.analyze(model, rows, analyzers)
-    assert bool(found["plain"].rank.isnan().all())
+    report = lsim.analyze(model, rows, analyzers)
+    assert bool(report["plain"].rank.isnan().all())
     for key in ("first", "second"):
-        assert torch.equal(found[key].entropy, found["plain"].entropy)
-        assert torch.equal(found[key].cross_entropy, found["plain"].cross_entropy)
+        assert torch.equal(report[key].entropy, report["plain"].entropy)
+        assert torch.equal(report[key].cross_entropy, report["plain"].cross_entropy)
     alone = lsim.analyze(model, rows, lsim.LogitLens(ranks=5))["logit_lens"]
-    assert torch.equal(found["first"].rank, alone.rank)
-    assert not torch.equal(found["first"].rank, found["second"].rank)
-    assert torch.equal(found["curve"].exits, found["again"].exits)
+    assert torch.equal(report["first"].rank, alone.rank)
+    assert not torch.equal(report["first"].rank, report["second"].rank)
+    assert torch.equal(report["curve"].exits, report["again"].exits)
     assert alone.provenance.options["ranks"] == 5
 
 

@@ -47,14 +47,14 @@ def test_the_last_layer_says_what_the_model_says(family):
     """Loss of the last layer, against the model's own; and every known layout is found without help."""
     model = lively(HEADS[family]())
     tokens = random_tokens(4, 12)
-    found = lsim.analyze(model, tokens, lsim.LogitLens())["logit_lens"]
+    result = lsim.analyze(model, tokens, lsim.LogitLens())["logit_lens"]
     with torch.no_grad():
         logits = model(tokens).logits
     own = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).double(), tokens[:, 1:].flatten())
-    np.testing.assert_allclose(found.cross_entropy[-1], own, rtol=1e-5)
-    assert found.kl_to_final[-1] == 0
-    assert found.agreement[-1] == 1
-    assert (found.kl_to_final[:-1] > 0).all()
+    np.testing.assert_allclose(result.cross_entropy[-1], own, rtol=1e-5)
+    assert result.kl_to_final[-1] == 0
+    assert result.agreement[-1] == 1
+    assert (result.kl_to_final[:-1] > 0).all()
 
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
@@ -65,9 +65,9 @@ def test_nnsight_reads_the_same_heads(family):
     every = [cls() for cls in LENSES]
     expected = lsim.analyze(lively(HEADS[family]()), tokens, every)
     for options in ({}, {"remote": "local"}):
-        found = called(lsim.analyze, nnsight(lively(HEADS[family]())), tokens, every, **options)
+        report = called(lsim.analyze, nnsight(lively(HEADS[family]())), tokens, every, **options)
         for name in expected:
-            np.testing.assert_allclose(found[name].values, expected[name].values, rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(report[name].values, expected[name].values, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
@@ -77,9 +77,9 @@ def test_a_bridge_of_a_capped_model_reads_the_cap():
     tokens = random_tokens(4, 12)
     expected = lsim.analyze(lively(HEADS["Gemma2 with soft-cap"]()), tokens, lsim.LogitLens())["logit_lens"]
     model = bridge(lively(HEADS["Gemma2 with soft-cap"]()))
-    found = lsim.analyze(model, tokens, lsim.LogitLens())["logit_lens"]
-    np.testing.assert_allclose(found.cross_entropy, expected.cross_entropy, rtol=1e-5)
-    assert "3 tanh(" in found.unembedding
+    result = lsim.analyze(model, tokens, lsim.LogitLens())["logit_lens"]
+    np.testing.assert_allclose(result.cross_entropy, expected.cross_entropy, rtol=1e-5)
+    assert "3 tanh(" in result.unembedding
 
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
@@ -89,10 +89,10 @@ def test_a_bridge_in_compatibility_mode_still_says_what_it_says():
     model = bridge(lively(tiny_gpt2()))
     model.enable_compatibility_mode()
     tokens = random_tokens(4, 12)
-    found = lsim.analyze(model, tokens, lsim.LogitLens())["logit_lens"]
+    result = lsim.analyze(model, tokens, lsim.LogitLens())["logit_lens"]
     with torch.no_grad():
         own = torch.nn.functional.cross_entropy(model(tokens)[:, :-1].flatten(0, 1).double(), tokens[:, 1:].flatten())
-    np.testing.assert_allclose(found.cross_entropy[-1], own, rtol=1e-5)
+    np.testing.assert_allclose(result.cross_entropy[-1], own, rtol=1e-5)
 
 
 def test_a_tied_head_and_a_head_with_a_bias():
@@ -106,8 +106,8 @@ def test_a_tied_head_and_a_head_with_a_bias():
         with torch.no_grad():
             logits = model(tokens).logits
         own = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).double(), tokens[:, 1:].flatten())
-        found = lsim.analyze(model, tokens, lsim.LogitLens())["logit_lens"]
-        np.testing.assert_allclose(found.cross_entropy[-1], own, rtol=1e-5)
+        result = lsim.analyze(model, tokens, lsim.LogitLens())["logit_lens"]
+        np.testing.assert_allclose(result.cross_entropy[-1], own, rtol=1e-5)
 
 
 class PartialSums(torch.nn.Linear):
@@ -143,11 +143,11 @@ def test_a_head_that_no_table_knows_can_be_named():
     with pytest.raises(lsim.LayersimError, match=r"LogitLens.* Odd .*unembed="):
         lsim.analyze(lsim.open_model(Odd(), layers=layers), tokens, lsim.LogitLens())
     for model in (Odd(), nnsight(Odd())):
-        found = lsim.analyze(lsim.open_model(model, layers=layers, unembed=["polish", "speak"]), tokens, lsim.LogitLens())[
+        result = lsim.analyze(lsim.open_model(model, layers=layers, unembed=["polish", "speak"]), tokens, lsim.LogitLens())[
             "logit_lens"
         ]
-        assert found.unembedding == "speak(polish(x))"
-        assert found.provenance.options["unembed"] == ["polish", "speak"]
+        assert result.unembedding == "speak(polish(x))"
+        assert result.provenance.options["unembed"] == ["polish", "speak"]
     with pytest.raises(lsim.LayersimError, match=r"`unembed` is .*'polis'.* Odd\b.*'polish'"):
         lsim.analyze(lsim.open_model(Odd(), layers=layers, unembed=["polis", "speak"]), tokens, lsim.LogitLens())
 
@@ -204,16 +204,16 @@ def test_classifiers_are_read_where_they_classify(family):
         for row, y in zip(rows, label, strict=True):
             logits = model(row[None]).logits[0].double()
             own.append((float(-logits.log_softmax(0)[y]) if y != NO_LABEL else None, int(logits.argmax())))
-    found = lsim.analyze(
+    report = lsim.analyze(
         model, rows, [lsim.LogitLens(labels=label, top_k=(1, 2)), lsim.Saturation(), lsim.ExitCurve(labels=label)]
     )
-    lens = found["logit_lens"]
+    lens = report["logit_lens"]
     assert (lens.positions, lens.targets) == (4, 3)
     np.testing.assert_allclose(lens.cross_entropy[-1], np.mean([ce for ce, _ in own if ce is not None]), rtol=1e-5)
     right = [said == y for (_, said), y in zip(own, label.tolist(), strict=True) if y != NO_LABEL]
     assert lens.accuracy[-1] == np.mean(right)
-    assert found["saturation"].counts.sum() == 4
-    assert found["exit_curve"].at(1.0).accuracy == lens.accuracy[-1]
+    assert report["saturation"].counts.sum() == 4
+    assert report["exit_curve"].at(1.0).accuracy == lens.accuracy[-1]
     with pytest.raises(lsim.LayersimError, match=r"ForSequenceClassification .*LogitLens\(labels='data'\)"):
         lsim.analyze(model, rows, lsim.LogitLens())
     with (
@@ -230,12 +230,12 @@ def test_token_classifiers_are_read_at_every_token(family):
     model = lively(getattr(transformers, f"{family}ForTokenClassification")(config)).eval()
     rows = [torch.tensor([5]), *random_tokens(2, 9)]
     labels = torch.randint(0, 3, (3, 9), generator=torch.Generator().manual_seed(0))
-    found = lsim.analyze(model, rows, lsim.LogitLens(labels=labels, top_k=(1,)))["logit_lens"]
+    result = lsim.analyze(model, rows, lsim.LogitLens(labels=labels, top_k=(1,)))["logit_lens"]
     with torch.no_grad():
         logits = torch.cat([model(row[None]).logits[0] for row in rows]).double()
     own = torch.nn.functional.cross_entropy(logits, torch.cat([labels[0, :1], labels[1], labels[2]]))
-    np.testing.assert_allclose(found.cross_entropy[-1], own, rtol=1e-5)
-    assert found.positions == 19
+    np.testing.assert_allclose(result.cross_entropy[-1], own, rtol=1e-5)
+    assert result.positions == 19
 
 
 def test_a_head_that_also_reads_the_pooled_output_gives_the_model_s_own_loss():
@@ -246,13 +246,13 @@ def test_a_head_that_also_reads_the_pooled_output_gives_the_model_s_own_loss():
         logits = model(tokens).prediction_logits.double()
     own = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
     for opened in (model, lsim.open_model(model, unembed=["cls.predictions"])):
-        found = lsim.analyze(opened, tokens, lsim.LogitLens())["logit_lens"]
-        np.testing.assert_allclose(found.cross_entropy[-1], own, rtol=1e-5)
+        result = lsim.analyze(opened, tokens, lsim.LogitLens())["logit_lens"]
+        np.testing.assert_allclose(result.cross_entropy[-1], own, rtol=1e-5)
 
 
 def test_the_opt_that_projects_out_without_a_norm():
     torch.manual_seed(0)
     more = {"word_embed_proj_dim": 16, "do_layer_norm_before": False}
     model = transformers.OPTForCausalLM(transformers.OPTConfig(**(LAYOUTS["OPT"] | more))).eval()
-    found = lsim.analyze(lively(model), random_tokens(2, 9), lsim.LogitLens())["logit_lens"]
-    assert found.unembedding == "lm_head(model.decoder.project_out(x))"
+    result = lsim.analyze(lively(model), random_tokens(2, 9), lsim.LogitLens())["logit_lens"]
+    assert result.unembedding == "lm_head(model.decoder.project_out(x))"

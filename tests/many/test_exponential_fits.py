@@ -100,17 +100,17 @@ def test_sites_that_are_left_out_keep_their_number():
 
 
 def test_each_label_of_another_axis_has_a_fit_and_updates_are_numbered_by_their_block():
-    found = from_views(lsim.Trajectory(), [view(residuals(1))])
-    fits = lsim.many.exponential_fit(found, "norm_quantiles")
+    result = from_views(lsim.Trajectory(), [view(residuals(1))])
+    fits = lsim.many.exponential_fit(result, "norm_quantiles")
     assert fits["rate"].dims == ("quantile",)
-    table = found.to_xarray()
+    table = result.to_xarray()
     xarray.testing.assert_allclose(fits["rate"], lsim.many.exponential_fit(table["norm_quantiles"])["rate"])
     alone = lsim.many.exponential_fit(table["norm_quantiles"].sel(quantile=0.5))
     assert alone["rate"].item() == fits["rate"].sel(quantile=0.5).item()
-    updates = lsim.many.exponential_fit(found, "update_norm")
-    assert updates["depth"].values.tolist() == list(range(1, len(found.layers)))
+    updates = lsim.many.exponential_fit(result, "update_norm")
+    assert updates["depth"].values.tolist() == list(range(1, len(result.layers)))
     assert updates.attrs["long_name"] == "Norm of the update"
-    runs = lsim.stack({0: found, 10: found}, "step")
+    runs = lsim.stack({0: result, 10: result}, "step")
     assert lsim.many.exponential_fit(runs["norm"])["rate"].dims == ("step",)
 
 
@@ -152,20 +152,20 @@ def test_equations_over_modules_say_where_l_counts_from():
 
 
 def test_what_has_no_fit_is_refused():
-    found = from_views(lsim.Trajectory(), [view(residuals(1))])
+    result = from_views(lsim.Trajectory(), [view(residuals(1))])
     cosine = from_views(lsim.Cosine(center="none"), [view(residuals(1))])
     for given, options, match in (
         (curve([1.0, 2.0]), {}, r"`field`.*'values'.*\b2 sites"),
         (curve([1.0, 2.0, 3.0]), {"sites": slice(1, None)}, r"`field`.*'values'.*\b2 sites"),
-        (found, {"field": "lss_mean"}, r"`field`.*'lss_mean'.*\b0 sites"),
+        (result, {"field": "lss_mean"}, r"`field`.*'lss_mean'.*\b0 sites"),
         (cosine, {}, r"`field`.*'values'.*'row', 'column'"),
-        (found, {"field": "norms"}, "'norms'"),
+        (result, {"field": "norms"}, "'norms'"),
         ([1.0, 2.0], {}, "`given`"),
     ):
         with pytest.raises(lsim.LayersimError, match=match):
             lsim.many.exponential_fit(given, **options)
     with pytest.raises(lsim.LayersimError, match="quantile"):
-        fit_figure(lsim.many.exponential_fit(found, "norm_quantiles"))
+        fit_figure(lsim.many.exponential_fit(result, "norm_quantiles"))
 
 
 def test_values_that_change_their_sign_have_the_best_of_several_optima():

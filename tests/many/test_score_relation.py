@@ -199,16 +199,16 @@ class TestSeveralPredictors:
 
 class TestCoupling:
     def test_the_graph_of_blocks(self):
-        found = from_views(lsim.BlockCoupling(k=3), [view(residuals(1)[:, :9])])
-        graph = plot_adjacency(found)
+        result = from_views(lsim.BlockCoupling(k=3), [view(residuals(1)[:, :9])])
+        graph = plot_adjacency(result)
         assert list(graph.data[-1].text) == ["0", "1", "2"]
         edges = {frozenset(one[:2]): one[2] for one in graph.data[-3].customdata}
-        chance = (found.null[0, 2] - found.values[0, 2]) / found.null[0, 2]
-        back = (found.null[2, 0] - found.values[2, 0]) / found.null[2, 0]
+        chance = (result.null[0, 2] - result.values[0, 2]) / result.null[0, 2]
+        back = (result.null[2, 0] - result.values[2, 0]) / result.null[2, 0]
         expected = max(0.0, float(chance + back) / 2)
         assert abs(edges[frozenset(("blocks.0.hook_resid_post", "blocks.2.hook_resid_post"))] - expected) < 1e-12
-        whole = {frozenset(one[:2]): one[2] for one in plot_adjacency(found, beyond_chance=False).data[-3].customdata}
-        both = float(found.coupling[0, 2] + found.coupling[2, 0]) / 2
+        whole = {frozenset(one[:2]): one[2] for one in plot_adjacency(result, beyond_chance=False).data[-3].customdata}
+        both = float(result.coupling[0, 2] + result.coupling[2, 0]) / 2
         assert abs(whole[frozenset(("blocks.0.hook_resid_post", "blocks.2.hook_resid_post"))] - both) < 1e-12
         raw = from_views(lsim.BlockCoupling(k=3, normalize=False), [view(residuals(1)[:, :9])])
         with pytest.raises(lsim.LayersimError, match=r"`result`.*normalize=False"):
