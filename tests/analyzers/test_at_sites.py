@@ -61,11 +61,11 @@ def test_cosine_and_cka_equal_their_oracles(name, place):
 def test_sites_of_different_widths(estimator, source):
     model = tiny_llama()
     data = padded()
-    given, options = (model, {}) if source == "here" else (nnsight(tiny_llama()), {})
+    source_model, options = (model, {}) if source == "here" else (nnsight(tiny_llama()), {})
     options |= {"remote": "local"} if source == "remote=local" else {}
     at = ["attn_out", "mlp_post", "k"]
     report = called(
-        lsim.analyze, given, data, [lsim.CKA(estimator=estimator), lsim.NeuralCollapse(classes=4)], at=at, **options
+        lsim.analyze, source_model, data, [lsim.CKA(estimator=estimator), lsim.NeuralCollapse(classes=4)], at=at, **options
     )
     samples = site_samples(model, data, report["cka"].layers)
     assert {x.shape[1] for x in samples} == {16, 32, 48}
@@ -81,15 +81,15 @@ def test_sites_of_different_widths(estimator, source):
         nc1 = oracles.oracle_neural_collapse([x[None]], labels, 4)["values"][0]
         assert float(report["neural_collapse"].values[a]) == pytest.approx(nc1, rel=1e-4)
     with pytest.raises(lsim.LayersimError, match=r"mlp\.hook_post.* 48\b"):
-        called(lsim.analyze, given, data, lsim.Cosine(), at=["attn_out", "mlp_post"], **options)
+        called(lsim.analyze, source_model, data, lsim.Cosine(), at=["attn_out", "mlp_post"], **options)
 
 
 def next_tokens(data) -> list[int | None]:
     """The attended token that follows each counted one in its row."""
     out: list[int | None] = []
     for tokens, mask in zip(data["input_ids"].tolist(), data["attention_mask"].tolist(), strict=True):
-        own = [token for token, kept in zip(tokens, mask, strict=True) if kept]
-        out += [*own[1:], None]
+        counted = [token for token, counts in zip(tokens, mask, strict=True) if counts]
+        out += [*counted[1:], None]
     return out
 
 
@@ -118,10 +118,10 @@ def test_the_lens_between_attention_and_mlp_is_the_naive_one(make, norm):
     tokens = random_tokens(3, 8)
     at = ["resid_mid"] if norm == "final" else ["resid_post", "resid_mid"]
     result = lsim.analyze(model, tokens, lsim.LogitLens(norm=norm), at=at)["logit_lens"]
-    own = "hook_resid_mid" if norm == "final" else "hook_resid_"
+    hook_name = "hook_resid_mid" if norm == "final" else "hook_resid_"
     assert result.layers[0] == "blocks.0.hook_resid_pre"
     assert result.layers[-1] == "blocks.2.hook_resid_post"
-    assert all(own in name for name in result.layers[1:-1])
+    assert all(hook_name in name for name in result.layers[1:-1])
     assert len(result.layers) == (5 if norm == "final" else 7)
     states = np.stack(site_samples(model, {"input_ids": tokens}, result.layers))
     logits = torch.as_tensor(by_hand(model, states, norm == "final"))
@@ -136,7 +136,7 @@ def test_the_lens_between_attention_and_mlp_is_the_naive_one(make, norm):
 def test_of_some_layers_the_lens_counts_blocks():
     result = lsim.analyze(lively(tiny_llama()), random_tokens(), lsim.LogitLens(), at=["resid_post", "resid_mid"])["logit_lens"]
     for eps in (0.2, 0.5, 0.9, 0.97, 0.99):
-        reached = [name for name, one in zip(result.layers[1:], result.accuracy, strict=True) if one >= 1 - eps]
+        reached = [name for name, accuracy in zip(result.layers[1:], result.accuracy, strict=True) if accuracy >= 1 - eps]
         assert result.effective_depth(eps) == (int(reached[0].split(".")[1]) + 1 if reached else 3)
 
 
@@ -167,17 +167,17 @@ def test_two_models_of_other_depth_and_width(place):
     a = tiny_llama()
     b = transformers.LlamaForCausalLM(wide).eval()
     data = padded()
-    found = called(lsim.compare, a, b, data, lsim.CKA(), **place)
-    assert len(found.layers) == (3 if place["at"] == "attn_out" else 12)
-    assert len(found.column_layers) == (2 if place["at"] == "attn_out" else 10)
-    x, y = (np.stack(site_samples(m, data, names)) for m, names in ((a, found.layers), (b, found.column_layers)))
+    result = called(lsim.compare, a, b, data, lsim.CKA(), **place)
+    assert len(result.layers) == (3 if place["at"] == "attn_out" else 12)
+    assert len(result.column_layers) == (2 if place["at"] == "attn_out" else 10)
+    x, y = (np.stack(site_samples(m, data, names)) for m, names in ((a, result.layers), (b, result.column_layers)))
     row = [data["attention_mask"].nonzero()[:, 0].numpy()]
-    np.testing.assert_allclose(found.values, oracles.oracle_cka([x], [y], row=row)["values"], atol=2e-6)
+    np.testing.assert_allclose(result.values, oracles.oracle_cka([x], [y], row=row)["values"], atol=2e-6)
     with pytest.raises(lsim.LayersimError, match=r"\b3 and 2\b|\b12 and 10\b"):
-        found.distance()
-    same = called(lsim.compare, a, tiny_llama(seed=1), data, lsim.CKA(), **place)
-    by_formula = same.values.diagonal().clamp(-1, 1).arccos().square().sum().sqrt()
-    assert same.distance() == pytest.approx(float(by_formula))
+        result.distance()
+    equal_width = called(lsim.compare, a, tiny_llama(seed=1), data, lsim.CKA(), **place)
+    by_formula = equal_width.values.diagonal().clamp(-1, 1).arccos().square().sum().sqrt()
+    assert equal_width.distance() == pytest.approx(float(by_formula))
 
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
@@ -237,7 +237,7 @@ def test_the_tensors_of_the_hand_made_hooks_are_those_that_the_table_names():
     """What the oracles above are fed with."""
     model = tiny_llama()
     data = padded()
-    seen = read_sites(model, lsim.sites(model), data)
+    activations = read_sites(model, lsim.sites(model), data)
     torch.testing.assert_close(
-        seen["blocks.1.hook_resid_post"], seen["blocks.1.hook_resid_mid"] + seen["blocks.1.hook_mlp_out"]
+        activations["blocks.1.hook_resid_post"], activations["blocks.1.hook_resid_mid"] + activations["blocks.1.hook_mlp_out"]
     )

@@ -111,9 +111,9 @@ def test_without_normalisation_it_is_m():
     assert abs(float(result.values[0, 2]) - expected) < 1e-10
     torch.testing.assert_close(result.coupling, -result.values)
     u, _, vt = np.linalg.svd(jacobians[2])
-    other, _, _ = np.linalg.svd(jacobians[0])
-    np.testing.assert_allclose(result.left_alignment[0, 2], oracles.alignment(other[:, :3], u[:, :3]), atol=1e-12)
-    np.testing.assert_allclose(result.cross_alignment[0, 2], oracles.alignment(other[:, :3], vt[:3].T), atol=1e-12)
+    first_u, _, _ = np.linalg.svd(jacobians[0])
+    np.testing.assert_allclose(result.left_alignment[0, 2], oracles.alignment(first_u[:, :3], u[:, :3]), atol=1e-12)
+    np.testing.assert_allclose(result.cross_alignment[0, 2], oracles.alignment(first_u[:, :3], vt[:3].T), atol=1e-12)
 
 
 def test_positions_are_tokens_of_each_prompt():
@@ -158,11 +158,11 @@ def test_the_deviation_is_of_prompts_with_a_coupling():
     spectrum = np.geomspace(2, 0.2, 24)
     poor = frame[0][:, :2] @ frame[1][:, :2].T
     pairs = [[u @ np.diag(spectrum) @ v.T for u, v in (frame, frames(seed))] for seed in (4, 5)]
-    result = from_views(lsim.BlockCoupling(k=5), [linear_view(one) for one in (*pairs, [poor, pairs[0][1]])])
+    result = from_views(lsim.BlockCoupling(k=5), [linear_view(prompt) for prompt in (*pairs, [poor, pairs[0][1]])])
     assert float(result.defined[1, 0]) == pytest.approx(2 / 3)
-    both = [oracles.miscoupling(oracles.coupling_matrix(second, first, 5)) for first, second in pairs]
-    np.testing.assert_allclose(result.std[1, 0], np.std(both), atol=1e-9)
-    assert np.std(both) > 1e-3
+    per_prompt = [oracles.miscoupling(oracles.coupling_matrix(second, first, 5)) for first, second in pairs]
+    np.testing.assert_allclose(result.std[1, 0], np.std(per_prompt), atol=1e-9)
+    assert np.std(per_prompt) > 1e-3
 
 
 def test_a_single_block_has_nothing_to_couple_with():
@@ -199,8 +199,8 @@ def test_packed_rows_are_no_prompts():
 
 def test_means_of_each_k():
     result = from_views(lsim.BlockCoupling(k=(5, 3)), [view(residuals(1)[:, :9])])
-    other = ~torch.eye(3, dtype=torch.bool)
-    assert result.mean(k=3) == float((1 - result.by_k[1])[other].mean())
+    off_diagonal = ~torch.eye(3, dtype=torch.bool)
+    assert result.mean(k=3) == float((1 - result.by_k[1])[off_diagonal].mean())
     assert result.mean("null_coupling", k=5) == result.mean("null_coupling")
     assert abs(result.mean("null_coupling") - (1 - result.mean("null"))) < 1e-12
     # The mean with the diagonal is that of the paper.

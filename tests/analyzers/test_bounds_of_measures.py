@@ -136,6 +136,6 @@ EXPECTED = {
 @pytest.mark.parametrize("kind", EXPECTED)
 def test_intervals_lie_in_the_range_of_the_quantity(kind):
     find_analyzers()
-    cls = {one.__name__: one for one in below(lsim.Result)}[kind]
+    cls = {subclass.__name__: subclass for subclass in below(lsim.Result)}[kind]
     free = (-math.inf, math.inf)
     assert {name: bounds for name, bounds in bounds_of(cls).items() if bounds != free} == EXPECTED[kind]

@@ -21,28 +21,28 @@ SUMMARIES = ("values", "squared", "svcca", "pwcca", "column_pwcca")
 def test_between_two_models_of_other_width_and_depth(widths):
     xs = [residuals(seed, tokens=30, width=widths[0]) for seed in range(3)]
     ys = [residuals(seed + 9, layers=3, tokens=30, width=widths[1]) for seed in range(3)]
-    found = between(lsim.CCA(variance=0.8), xs, ys)
+    result = between(lsim.CCA(variance=0.8), xs, ys)
     expected = oracles.oracle_cca(xs, ys, variance=0.8)
     for field, value in expected.items():
-        np.testing.assert_allclose(getattr(found, field), value, atol=1e-9, err_msg=field)
-    assert found.samples == 90
-    other = between(lsim.CCA(variance=0.8), ys, xs)
-    turned = found.transposed()
+        np.testing.assert_allclose(getattr(result, field), value, atol=1e-9, err_msg=field)
+    assert result.samples == 90
+    swapped = between(lsim.CCA(variance=0.8), ys, xs)
+    turned = result.transposed()
     for field in expected:
-        np.testing.assert_allclose(getattr(turned, field), getattr(other, field), atol=1e-9, err_msg=field)
-    assert (turned.layers, turned.column_layers) == (other.layers, other.column_layers)
+        np.testing.assert_allclose(getattr(turned, field), getattr(swapped, field), atol=1e-9, err_msg=field)
+    assert (turned.layers, turned.column_layers) == (swapped.layers, swapped.column_layers)
 
 
 def test_the_correlations_are_those_of_statsmodels_and_scikit_learn():
     x = residuals(0, tokens=80, width=4)[1]
     y = residuals(1, tokens=80, width=3)[1] + residuals(0, tokens=80, width=3)[2]
-    found = between(lsim.CCA(), [x[None]], [y[None]])
+    result = between(lsim.CCA(), [x[None]], [y[None]])
     rho = np.array(CanCorr(y, x).cancorr)
-    assert float(found.values) == pytest.approx(rho.mean(), abs=1e-9)
-    assert float(found.squared) == pytest.approx((rho**2).mean(), abs=1e-9)
+    assert float(result.values) == pytest.approx(rho.mean(), abs=1e-9)
+    assert float(result.squared) == pytest.approx((rho**2).mean(), abs=1e-9)
     scores = SklearnCCA(n_components=3, max_iter=20000, tol=1e-12).fit(x, y).transform(x, y)
     by_sklearn = [np.corrcoef(a, b)[0, 1] for a, b in zip(scores[0].T, scores[1].T, strict=True)]
-    assert float(found.values) == pytest.approx(np.mean(by_sklearn), abs=1e-4)
+    assert float(result.values) == pytest.approx(np.mean(by_sklearn), abs=1e-4)
 
 
 def test_invariances():
@@ -52,18 +52,18 @@ def test_invariances():
     plain = between(lsim.CCA(), [x], [y])
     order = rng.permutation(90)
     for changed, columns in ((y @ rotation(8), False), (7 * y, True), (y + rng.normal(size=8), True)):
-        found = between(lsim.CCA(), [x], [changed])
+        result = between(lsim.CCA(), [x], [changed])
         for name in SUMMARIES:
             # Weights of PWCCA are sums of absolute values over the dimensions of a site, which a rotation changes.
             if columns or name != "column_pwcca":
-                np.testing.assert_allclose(getattr(found, name), getattr(plain, name), atol=1e-9, err_msg=name)
+                np.testing.assert_allclose(getattr(result, name), getattr(plain, name), atol=1e-9, err_msg=name)
     assert (between(lsim.CCA(), [x], [y @ rotation(8)]).column_pwcca - plain.column_pwcca).abs().max() > 1e-4
     sheared = between(lsim.CCA(), [x], [y @ map_of_condition(8, 1000)])
     for name in ("values", "squared", "pwcca"):
         np.testing.assert_allclose(getattr(sheared, name), getattr(plain, name), atol=1e-9, err_msg=name)
     assert (sheared.svcca - plain.svcca).abs().max() > 0.01
-    both = between(lsim.CCA(), [x[:, order]], [y[:, order]])
-    np.testing.assert_allclose(both.values, plain.values, atol=1e-9)
+    permuted = between(lsim.CCA(), [x[:, order]], [y[:, order]])
+    np.testing.assert_allclose(permuted.values, plain.values, atol=1e-9)
     assert (between(lsim.CCA(), [x[:, order]], [y]).values - plain.values).abs().max() > 0.1
 
 
@@ -83,9 +83,9 @@ def test_a_site_with_itself_reads_one():
 
 def test_independent_gaussians_read_dimensions_over_samples():
     rng = np.random.default_rng(0)
-    found = between(lsim.CCA(), [rng.normal(size=(1, 4000, 40))], [rng.normal(size=(1, 4000, 20))])
+    result = between(lsim.CCA(), [rng.normal(size=(1, 4000, 40))], [rng.normal(size=(1, 4000, 20))])
     # sum rho^2 has the mean 40 * 20 / (n - 1).
-    assert float(found.squared) == pytest.approx(40 / 3999, rel=0.1)
+    assert float(result.squared) == pytest.approx(40 / 3999, rel=0.1)
 
 
 def test_a_known_correlation():
@@ -95,9 +95,9 @@ def test_a_known_correlation():
     noise = rng.normal(size=(4000, 3))
     y = noise.copy()
     y[:, 0] = 0.6 * x[:, 0] + 0.8 * noise[:, 0]
-    found = between(lsim.CCA(), [x[None]], [y[None]])
-    assert float(found.values) == pytest.approx(0.6 / 3, abs=0.03)
-    assert float(found.squared) == pytest.approx(0.36 / 3, abs=0.03)
+    result = between(lsim.CCA(), [x[None]], [y[None]])
+    assert float(result.values) == pytest.approx(0.6 / 3, abs=0.03)
+    assert float(result.squared) == pytest.approx(0.36 / 3, abs=0.03)
 
 
 def test_svcca_keeps_the_directions_that_explain_the_variance():
@@ -106,10 +106,14 @@ def test_svcca_keeps_the_directions_that_explain_the_variance():
     samples = np.linalg.qr(rng.normal(size=(200, 4)) - 0)[0]
     samples -= samples.mean(0)
     samples = np.linalg.qr(samples)[0] * scales
-    for variance, kept in ((0.5, 1), (0.6, 1), (0.61, 2), (0.9, 2), (0.91, 3), (0.99, 3), (0.995, 4), (1, 4), (1.0, 4)):
-        found = between(lsim.CCA(variance=variance), [samples[None]], [samples[None, :, ::-1].copy() @ rotation(4)])
-        assert (float(found.directions), float(found.column_directions), float(found.dimensions)) == (kept, kept, 4), variance
-        assert float(found.svcca) == pytest.approx(1)
+    for variance, dimensions in ((0.5, 1), (0.6, 1), (0.61, 2), (0.9, 2), (0.91, 3), (0.99, 3), (0.995, 4), (1, 4), (1.0, 4)):
+        result = between(lsim.CCA(variance=variance), [samples[None]], [samples[None, :, ::-1].copy() @ rotation(4)])
+        assert (float(result.directions), float(result.column_directions), float(result.dimensions)) == (
+            dimensions,
+            dimensions,
+            4,
+        ), variance
+        assert float(result.svcca) == pytest.approx(1)
 
 
 def test_directions_without_variance_are_left_out():
@@ -117,9 +121,9 @@ def test_directions_without_variance_are_left_out():
     x = rng.normal(size=(1, 100, 6))
     x[0, :, 5] = x[0, :, :5].sum(-1)
     y = rng.normal(size=(1, 100, 4)) + x[..., :4]
-    found = between(lsim.CCA(), [x], [y])
-    assert (float(found.dimensions), float(found.column_dimensions)) == (5, 4)
-    np.testing.assert_allclose(found.values, between(lsim.CCA(), [x[..., :5].copy()], [y]).values, atol=1e-9)
+    result = between(lsim.CCA(), [x], [y])
+    assert (float(result.dimensions), float(result.column_dimensions)) == (5, 4)
+    np.testing.assert_allclose(result.values, between(lsim.CCA(), [x[..., :5].copy()], [y]).values, atol=1e-9)
     # Down to 1e-12 of the largest variance, a direction counts as much as any other.
     for scale, dimensions in ((1e-5, 6), (1e-7, 5)):
         x[0, :, 5] = scale * rng.normal(size=100)

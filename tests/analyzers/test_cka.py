@@ -21,10 +21,10 @@ from ..models.tiny_models import hidden_states, random_tokens, tiny_llama
 
 def between(analyzer: lsim.CKA, xs: list[np.ndarray], ys: list[np.ndarray], rows: int = 1) -> lsim.Result:
     """CKA of two models whose samples are rows of so many tokens."""
-    pairs = [[view(z, rows=z.shape[1] // rows) for z in both] for both in zip(xs, ys, strict=True)]
+    pairs = [[view(z, rows=z.shape[1] // rows) for z in pair] for pair in zip(xs, ys, strict=True)]
 
     def total(kernel) -> Sums:
-        return sum((Sums.of(reduce({"k": kernel}, *both)[1]["k"]) for both in pairs), Sums())
+        return sum((Sums.of(reduce({"k": kernel}, *pair)[1]["k"]) for pair in pairs), Sums())
 
     first_kernel = analyzer.first_kernel()
     first = Sums() if first_kernel is None else total(first_kernel)
@@ -47,10 +47,10 @@ def test_between_two_models_of_other_width_and_depth(estimator):
     xs = [residuals(seed, tokens=20) for seed in range(3)]
     ys = [residuals(seed + 9, layers=3, tokens=20, width=5) + x[:3, :, :5] for seed, x in enumerate(xs)]
     expected = oracles.oracle_cka(xs, ys, biased=estimator == "biased", exact=estimator == "exact")
-    found = between(lsim.CKA(estimator=estimator), xs, ys)
-    assert found.values.shape == (4, 3)
+    result = between(lsim.CKA(estimator=estimator), xs, ys)
+    assert result.values.shape == (4, 3)
     for field, value in expected.items():
-        np.testing.assert_allclose(getattr(found, field), value, atol=1e-9, err_msg=field)
+        np.testing.assert_allclose(getattr(result, field), value, atol=1e-9, err_msg=field)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -59,13 +59,13 @@ def test_between_two_models_of_other_width_and_depth(estimator):
 def test_an_rbf_kernel_equals_its_oracle(bandwidth, estimator, rows):
     xs = [residuals(seed, layers=2, tokens=15) for seed in range(2)]
     ys = [residuals(seed + 9, layers=3, tokens=15, width=5) + x[:1, :, :5] for seed, x in enumerate(xs)]
-    found = between(lsim.CKA(estimator=estimator, rbf_bandwidth=bandwidth), xs, ys, rows=rows)
+    result = between(lsim.CKA(estimator=estimator, rbf_bandwidth=bandwidth), xs, ys, rows=rows)
     text = np.arange(15) // rows
     for row in range(2):
         for column in range(3):
             sides = [[x[row] for x in xs], [y[column] for y in ys]]
             expected = oracles.rbf_cka(*sides, bandwidth, estimator == "biased", text)
-            assert float(found.values[row, column]) == pytest.approx(expected, abs=1e-9)
+            assert float(result.values[row, column]) == pytest.approx(expected, abs=1e-9)
 
 
 def test_a_wide_rbf_kernel_is_the_linear_one():
@@ -90,18 +90,18 @@ def test_pairs_of_one_row_are_left_out(estimator):
     xs = [residuals(seed, tokens=18) for seed in range(2)]
     ys = [residuals(seed + 9, layers=3, tokens=18, width=5) + x[:3, :, :5] for seed, x in enumerate(xs)]
     expected = oracles.oracle_cka(xs, ys, exact=estimator == "exact", rows=3)
-    found = between(lsim.CKA(estimator=estimator), xs, ys, rows=3)
-    np.testing.assert_allclose(found.values, expected["values"], atol=1e-9)
+    result = between(lsim.CKA(estimator=estimator), xs, ys, rows=3)
+    np.testing.assert_allclose(result.values, expected["values"], atol=1e-9)
     independent = between(lsim.CKA(estimator=estimator, unit="token"), xs, ys, rows=3)
     np.testing.assert_allclose(independent.values, oracles.oracle_cka(xs, ys, exact=estimator == "exact")["values"], atol=1e-9)
-    assert (found.values - independent.values).abs().max() > 1e-3
+    assert (result.values - independent.values).abs().max() > 1e-3
 
 
 def test_exact_cka_of_rows_of_unequal_lengths():
     model = tiny_llama()
     rows = [random_tokens(1, n, seed=n)[0] for n in (3, 9, 4, 6, 5)]
     x = np.concatenate([hidden_states(model, row) for row in rows], axis=1).astype(np.float64)
-    row = np.repeat(np.arange(5), [len(one) for one in rows])
+    row = np.repeat(np.arange(5), [len(row_samples) for row_samples in rows])
     grams = [(z - z.mean(0)) @ (z - z.mean(0)).T for z in x]
     hsic = np.array([[oracles.hsic_of_rows(a, b, row)[0] for b in grams] for a in grams])
     expected = hsic / np.sqrt(np.outer(hsic.diagonal(), hsic.diagonal()))
@@ -115,8 +115,8 @@ def test_invariant_to_rotation_scale_and_translation():
     rotation = np.linalg.qr(rng.normal(size=(8, 8)))[0]
     y = 7 * x @ rotation + rng.normal(size=8)
     for estimator in ("minibatch", "exact", "biased"):
-        found = between(lsim.CKA(estimator=estimator), [x], [y])
-        np.testing.assert_allclose(found.values.diagonal(), 1, atol=1e-9)
+        result = between(lsim.CKA(estimator=estimator), [x], [y])
+        np.testing.assert_allclose(result.values.diagonal(), 1, atol=1e-9)
         sheared = between(lsim.CKA(estimator=estimator), [x], [x * np.arange(1, 9)])
         assert sheared.values.diagonal().max() < 0.99
 
@@ -145,16 +145,16 @@ def test_mean_of_ratios_is_not_the_ratio_of_means(biased, rows):
     xs = [residuals(0, tokens=18), 30 * residuals(1, tokens=18)]
     ys = [residuals(seed + 9, layers=3, tokens=18, width=5) + x[:3, :, :5] for seed, x in enumerate(xs)]
     ratios = np.mean([oracles.oracle_cka([x], [y], biased, rows=rows)["values"] for x, y in zip(xs, ys, strict=True)], axis=0)
-    found = between(lsim.CKA(estimator=estimator, average="cka"), xs, ys, rows)
-    np.testing.assert_allclose(found.values, ratios, atol=1e-9)
+    result = between(lsim.CKA(estimator=estimator, average="cka"), xs, ys, rows)
+    np.testing.assert_allclose(result.values, ratios, atol=1e-9)
     assert np.abs(between(lsim.CKA(estimator=estimator), xs, ys, rows).values - ratios).max() > 1e-3
 
 
 def test_a_layer_that_has_no_cka_in_one_minibatch_has_no_mean():
     data = [residuals(seed, tokens=8) for seed in range(2)]
     data[1][2] = 1.0
-    found = from_views(lsim.CKA(average="cka"), [samples(x) for x in data]).values
-    assert torch.equal(found.isnan(), torch.tensor([[a == 2 or b == 2 for b in range(4)] for a in range(4)]))
+    result = from_views(lsim.CKA(average="cka"), [samples(x) for x in data]).values
+    assert torch.equal(result.isnan(), torch.tensor([[a == 2 or b == 2 for b in range(4)] for a in range(4)]))
 
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
@@ -194,24 +194,24 @@ def test_minibatches_are_of_n_shuffled_seeded_and_counted():
     assert (result.minibatches, result.samples) == (4, 100)
     result = from_views(lsim.CKA(minibatch=25), [samples(x, tokens)])
     assert torch.equal(result.values, result.values)
-    for other in (lsim.CKA(minibatch=25, seed=1), lsim.CKA(minibatch=24)):
-        assert not torch.allclose(from_views(other, [samples(x, tokens)]).values, result.values, atol=1e-6)
+    for analyzer in (lsim.CKA(minibatch=25, seed=1), lsim.CKA(minibatch=24)):
+        assert not torch.allclose(from_views(analyzer, [samples(x, tokens)]).values, result.values, atol=1e-6)
 
 
 def test_distance_is_over_the_outputs_of_blocks():
     xs = [residuals(seed, tokens=30) for seed in range(2)]
     ys = [x + np.random.default_rng(1).normal(size=x.shape) for x in xs]
-    found = between(lsim.CKA(), xs, ys)
-    assert found.distance() == pytest.approx(oracles.arccos_distance(found.values.numpy()), abs=1e-12)
-    assert found.distance() > 0.1
-    same = between(lsim.CKA(), xs, xs)
-    assert same.distance() == pytest.approx(0, abs=1e-6)
+    result = between(lsim.CKA(), xs, ys)
+    assert result.distance() == pytest.approx(oracles.arccos_distance(result.values.numpy()), abs=1e-12)
+    assert result.distance() > 0.1
+    identical = between(lsim.CKA(), xs, xs)
+    assert identical.distance() == pytest.approx(0, abs=1e-6)
 
 
 def test_distance_needs_equal_depth():
-    found = between(lsim.CKA(), [residuals(0)], [residuals(1, layers=3)])
+    result = between(lsim.CKA(), [residuals(0)], [residuals(1, layers=3)])
     with pytest.raises(lsim.LayersimError, match=r"\b3 and 2\b"):
-        found.distance()
+        result.distance()
 
 
 @pytest.mark.parametrize("pool", ["mean", "last"])
@@ -234,13 +234,13 @@ def test_compare_runs_two_models_on_the_same_tokens():
     rows = list(random_tokens(5, 20))
     states = ([np.concatenate([hidden_states(model, row) for row in rows], axis=1)] for model in (a, b))
     expected = oracles.oracle_cka(*states, rows=20)
-    found = lsim.compare(a, b, lsim.Data(rows, batch_size=1), lsim.CKA())
-    np.testing.assert_allclose(found.values, expected["values"], atol=1e-5)
-    assert (len(found.layers), len(found.column_layers)) == (4, 3)
-    assert " | " in found.provenance.model
-    assert found.to_frame().shape == (12, 3)
+    result = lsim.compare(a, b, lsim.Data(rows, batch_size=1), lsim.CKA())
+    np.testing.assert_allclose(result.values, expected["values"], atol=1e-5)
+    assert (len(result.layers), len(result.column_layers)) == (4, 3)
+    assert " | " in result.provenance.model
+    assert result.to_frame().shape == (12, 3)
     assert list(lsim.compare(a, b, rows, [lsim.CKA()])) == ["cka"]
-    assert found.plot().layout.xaxis.title.text.startswith("After block of")
+    assert result.plot().layout.xaxis.title.text.startswith("After block of")
 
 
 def test_four_samples_are_needed():
@@ -251,10 +251,10 @@ def test_four_samples_are_needed():
 
 
 def test_four_rows_are_needed_unless_tokens_are_independent():
-    one = [view(residuals(0, tokens=30), rows=3)]
+    views = [view(residuals(0, tokens=30), rows=3)]
     with pytest.raises(lsim.LayersimError, match=r"CKA.* 4 .*unit=\"token\""):
-        from_views(lsim.CKA(), one)
-    assert from_views(lsim.CKA(unit="token"), one).samples == 30
+        from_views(lsim.CKA(), views)
+    assert from_views(lsim.CKA(unit="token"), views).samples == 30
 
 
 def test_constant_activations_have_no_cka():
@@ -312,9 +312,9 @@ def test_a_layer_of_equal_samples_in_the_second_model_is_named_and_nan():
     y = residuals(1, layers=3, tokens=40)
     y[1] = 7.0
     with pytest.warns(lsim.LayersimWarning, match=re.escape("blocks.0.hook_resid_post")):
-        found = between(lsim.CKA(minibatch=20), [x], [y])
-    assert found.column_effective_samples.isnan().tolist() == [False, True, False]
-    assert found.values.isnan().any(0).tolist() == [False, True, False]
+        result = between(lsim.CKA(minibatch=20), [x], [y])
+    assert result.column_effective_samples.isnan().tolist() == [False, True, False]
+    assert result.values.isnan().any(0).tolist() == [False, True, False]
 
 
 def both(tokens: int = 9) -> tuple[np.ndarray, np.ndarray]:
@@ -330,7 +330,7 @@ def test_centred_gram_matrices_multiply_to_the_estimators(biased, tokens):
     b, _ = centred(gram_matrices(torch.as_tensor(y)), biased)
     factor = (tokens - 1) ** 2 if biased else tokens * (tokens - 3)
     hsic = oracles.hsic_0 if biased else oracles.hsic_1
-    expected = [[factor * hsic(one @ one.T, other @ other.T) for other in y] for one in x]
+    expected = [[factor * hsic(gram_x @ gram_x.T, gram_y @ gram_y.T) for gram_y in y] for gram_x in x]
     np.testing.assert_allclose(a @ b.T, expected, rtol=1e-9, atol=1e-9 * np.abs(expected).max())
     np.testing.assert_allclose(r_x, ((x - x.mean(1, keepdims=True)) ** 2).sum(-1), rtol=1e-12)
 

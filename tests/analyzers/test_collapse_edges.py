@@ -37,11 +37,11 @@ def test_one_class_alone_is_refused():
 def test_a_class_of_one_sample_is_a_class():
     label = [3] * 6 + [1] * 5 + [7]
     x = np.random.default_rng(0).normal(size=(2, 12, 8)) + np.array(label)[:, None]
-    found = of(x, label)
-    assert found.labels == (3, 1, 7)
+    result = of(x, label)
+    assert result.labels == (3, 1, 7)
     expected = oracles.oracle_neural_collapse([x], label)
     for name, value in expected.items():
-        np.testing.assert_allclose(getattr(found, name), value, rtol=1e-8, err_msg=name)
+        np.testing.assert_allclose(getattr(result, name), value, rtol=1e-8, err_msg=name)
 
 
 def test_as_many_samples_as_classes_are_refused():
@@ -55,11 +55,11 @@ def test_as_many_samples_as_classes_are_refused():
 def test_the_headline_names_the_first_and_the_last_layer():
     label = [0, 1] * 10
     x = np.random.default_rng(0).normal(size=(3, 20, 8)) + np.array(label)[:, None] * np.array([1, 2, 3])[:, None, None]
-    found = of(x, label)
+    result = of(x, label)
     nc1 = oracles.oracle_neural_collapse([x], label)["values"]
     expected = {"NC1 at the embedding": nc1[0], "NC1 at the last site": nc1[2]}
-    assert found.headline() == pytest.approx(expected, rel=1e-8)
+    assert result.headline() == pytest.approx(expected, rel=1e-8)
     # All samples one point at the first layer: nothing is between the classes there.
     x[0] = 1.0
-    found = of(x, label)
-    assert list(found.headline().values()) == [float(found.values[2])]
+    result = of(x, label)
+    assert list(result.headline().values()) == [float(result.values[2])]

@@ -32,10 +32,10 @@ def test_sequential_and_parallel_blocks_equal_the_oracle(parallel, layers):
 
 def known(attention: list[float], mlp: list[float], start: list[float]) -> View:
     """One token of one sequential block."""
-    before, added, more = (torch.tensor(vector, dtype=torch.float64) for vector in (start, attention, mlp))
+    before, added, mlp_added = (torch.tensor(vector, dtype=torch.float64) for vector in (start, attention, mlp))
     sites = {
-        "blocks.0.hook_mlp_out": more,
-        "blocks.0.hook_resid_post": before + added + more,
+        "blocks.0.hook_mlp_out": mlp_added,
+        "blocks.0.hook_resid_post": before + added + mlp_added,
         "blocks.0.hook_attn_out": added,
         "blocks.0.hook_resid_pre": before,
         "blocks.0.hook_resid_mid": before + added,
@@ -54,13 +54,13 @@ def test_known_vectors():
 
 
 def test_two_stacks_have_final_streams_of_their_own():
-    one = residuals(0, layers=3)
+    first = residuals(0, layers=3)
     two = residuals(1, layers=4)
-    parts = [with_sublayers(view(one), one, stack="encoder."), with_sublayers(view(two), two, stack="decoder.")]
-    both = replace(parts[0], activations=torch.cat([p.activations for p in parts]), sites=parts[0].sites + parts[1].sites)
-    result = from_views(lsim.Contribution(), [both])
+    parts = [with_sublayers(view(first), first, stack="encoder."), with_sublayers(view(two), two, stack="decoder.")]
+    joined = replace(parts[0], activations=torch.cat([p.activations for p in parts]), sites=parts[0].sites + parts[1].sites)
+    result = from_views(lsim.Contribution(), [joined])
     assert [name.split(".")[0] for name in result.sublayers] == ["encoder"] * 4 + ["decoder"] * 6
-    expected = [oracles.oracle_contribution([x])["cosine_to_final"] for x in (one, two)]
+    expected = [oracles.oracle_contribution([x])["cosine_to_final"] for x in (first, two)]
     np.testing.assert_allclose(result.cosine_to_final, np.concatenate(expected), rtol=1e-9)
 
 
@@ -85,13 +85,13 @@ def test_vectors_that_are_zero_are_omitted_with_a_warning():
 def outputs_by_hooks(model, row: torch.Tensor, attention: list, mlp: list) -> list[tuple[torch.Tensor, ...]]:
     """For each sublayer its output, the stream to which it is added and the final stream, by hooks of the test's own."""
     blocks = model.base_model.layers if hasattr(model.base_model, "layers") else model.base_model.h
-    seen: dict[torch.nn.Module, torch.Tensor] = {}
+    captured: dict[torch.nn.Module, torch.Tensor] = {}
 
     def keep(module, args, kwargs, output):
-        seen[module] = (output[0] if isinstance(output, tuple) else output)[0].double()
+        captured[module] = (output[0] if isinstance(output, tuple) else output)[0].double()
 
     def keep_input(module, args, kwargs):
-        seen[module, "in"] = (args[0] if args else kwargs["hidden_states"])[0].double()
+        captured[module, "in"] = (args[0] if args else kwargs["hidden_states"])[0].double()
 
     handles = [module.register_forward_hook(keep, with_kwargs=True) for module in (*blocks, *attention, *mlp)]
     handles += [block.register_forward_pre_hook(keep_input, with_kwargs=True) for block in blocks]
@@ -99,14 +99,17 @@ def outputs_by_hooks(model, row: torch.Tensor, attention: list, mlp: list) -> li
         model(row[None], use_cache=False)
     for handle in handles:
         handle.remove()
-    final = seen[blocks[-1]]
-    found = []
-    for block, one, two in zip(blocks, attention, mlp, strict=True):
-        before = seen[block, "in"]
+    final = captured[blocks[-1]]
+    parts = []
+    for block, attention_part, two in zip(blocks, attention, mlp, strict=True):
+        before = captured[block, "in"]
         parallel = bool(getattr(model.config, "use_parallel_residual", False))
-        found += [(seen[one], before, final), (seen[two], before if parallel else before + seen[one], final)]
-        torch.testing.assert_close(before + seen[one] + seen[two], seen[block], rtol=0.02, atol=0.02)
-    return found
+        parts += [
+            (captured[attention_part], before, final),
+            (captured[two], before if parallel else before + captured[attention_part], final),
+        ]
+        torch.testing.assert_close(before + captured[attention_part] + captured[two], captured[block], rtol=0.02, atol=0.02)
+    return parts
 
 
 SUBLAYERS = {

@@ -37,11 +37,11 @@ def test_centring_matters_and_is_recorded():
 def test_a_given_mean_is_the_dataset_mean_without_a_first_pass():
     data = [view(residuals(0)), view(residuals(4))]
     two_passes = from_views(lsim.Cosine(), data)
-    given = lsim.Cosine(center=two_passes.mean)
-    assert given.first_kernel() is None
-    one_pass = from_views(given, data)
+    with_mean = lsim.Cosine(center=two_passes.mean)
+    assert with_mean.first_kernel() is None
+    one_pass = from_views(with_mean, data)
     torch.testing.assert_close(one_pass.values, two_passes.values, rtol=0, atol=1e-14)
-    assert given.options()["center"].startswith("tensor (4, 8) sha256 ")
+    assert with_mean.options()["center"].startswith("tensor (4, 8) sha256 ")
 
 
 def test_a_mean_that_does_not_fit_is_refused():

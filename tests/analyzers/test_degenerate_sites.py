@@ -26,9 +26,9 @@ def with_same_samples(dtype=np.float64, tokens: int = 120) -> np.ndarray:
     return x
 
 
-def rest_equals(found, expected: np.ndarray, atol: float = 1e-6) -> None:
+def rest_equals(actual, expected: np.ndarray, atol: float = 1e-6) -> None:
     """Layers 1 on are as expected, layer 0 is NaN."""
-    values = np.asarray(found)
+    values = np.asarray(actual)
     assert np.isnan(values[0]).all()
     assert np.isnan(values[:, 0]).all()
     np.testing.assert_allclose(values[1:, 1:], expected[1:, 1:], atol=atol)
@@ -65,10 +65,10 @@ def test_cka_between_two_models_is_nan_in_the_row_of_the_one_site():
 
     sums = Sums.of(kernel(view(x, rows=8), view(y, rows=8)))
     with pytest.warns(lsim.LayersimWarning, match=FIRST):
-        found = lsim.CKA().compute(sums, layer_run(4, 3))
-    assert found.values.isnan()[0].all()
-    assert not found.values.isnan()[1:].any()
-    assert not found.column_effective_samples.isnan().any()
+        result = lsim.CKA().compute(sums, layer_run(4, 3))
+    assert result.values.isnan()[0].all()
+    assert not result.values.isnan()[1:].any()
+    assert not result.column_effective_samples.isnan().any()
 
 
 def test_the_distance_of_models_is_nan_where_a_block_is_not_defined():
@@ -162,9 +162,9 @@ def test_a_zero_residual_and_a_flat_path_are_left_out_of_what_they_do_not_define
     x = residuals(0)
     x[0, 3] = 0
     x[-1, 7] = x[0, 7]
-    with pytest.warns(lsim.LayersimWarning) as said:
+    with pytest.warns(lsim.LayersimWarning) as record:
         result = from_views(lsim.Trajectory(), [view(x, rows=8)])
-    text = "\n".join(str(one.message) for one in said)
+    text = "\n".join(str(warning.message) for warning in record)
     assert re.search(r"residual is zero.*: blocks\.0\.hook_resid_pre: 1 of 40", text)
     assert "1 of 40 tokens have no expodistance" in text
     less = oracles.oracle_trajectory([np.delete(x, [3, 7], axis=1)])
@@ -208,5 +208,5 @@ def test_a_degenerate_site_is_shown_in_a_report_and_saved(tmp_path):
         result = from_views(lsim.CKA(), [view(with_same_samples(), rows=8)])
     report = lsim.Report({"cka": result})
     assert "nan" in report.to_html(tmp_path / "page.html").read_text()
-    again = lsim.load(report.save(tmp_path / "report.safetensors"))["cka"]
-    assert torch.equal(again.values.isnan(), result.values.isnan())
+    loaded = lsim.load(report.save(tmp_path / "report.safetensors"))["cka"]
+    assert torch.equal(loaded.values.isnan(), result.values.isnan())

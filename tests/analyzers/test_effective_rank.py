@@ -23,10 +23,10 @@ FIELDS = ("values", "eigenvalue_rank", "participation_ratio", "stable_rank", "di
 def planted(singular_values: list[float], samples: int = 40) -> np.ndarray:
     """One site whose centred samples have these singular values, with a mean that centring must remove."""
     rng = np.random.default_rng(0)
-    left = rng.normal(size=(samples, len(singular_values)))
-    left = np.linalg.qr(left - left.mean(0))[0]
+    left_factor = rng.normal(size=(samples, len(singular_values)))
+    left_factor = np.linalg.qr(left_factor - left_factor.mean(0))[0]
     right = np.linalg.qr(rng.normal(size=(len(singular_values),) * 2))[0]
-    return (left * singular_values @ right.T + rng.normal(size=len(singular_values)))[None]
+    return (left_factor * singular_values @ right.T + rng.normal(size=len(singular_values)))[None]
 
 
 def test_equal_variance_fills_every_direction():
@@ -190,7 +190,7 @@ def test_half_precision_is_summed_in_float64():
     x = torch.as_tensor(residuals(4)).half()
     analyzer = lsim.EffectiveRank()
     sums = Sums.of(analyzer.kernel(Sums())(view(x.numpy())))
-    found = analyzer.compute(sums, layer_run(4))
+    result = analyzer.compute(sums, layer_run(4))
     expected = oracles.oracle_effective_rank([x.double().numpy()])
-    np.testing.assert_allclose(found.values, expected["values"], rtol=1e-12)
-    assert found.headline()
+    np.testing.assert_allclose(result.values, expected["values"], rtol=1e-12)
+    assert result.headline()

@@ -63,7 +63,7 @@ def test_accuracy_is_of_the_positions_with_a_target():
     x = residuals(6, tokens=30)
     labels = torch.full((30,), NO_LABEL)
     labels[2::4] = 0
-    labels[::4] = torch.tensor([one[-1]["said"] for one in oracles.lens_by_token([x], [None] * 30)])[::4]
+    labels[::4] = torch.tensor([token_layers[-1]["said"] for token_layers in oracles.lens_by_token([x], [None] * 30)])[::4]
     levels = (0.5, 1.0)
     result = from_views(lsim.ExitCurve(thresholds=levels, labels="data"), [view(x, labels=labels)])
     targets = [None if label == NO_LABEL else label for label in labels.tolist()]
@@ -92,11 +92,11 @@ def test_a_threshold_is_exceeded_and_not_met():
     residual = torch.cat([torch.zeros(1, 3, 1, dtype=torch.float64), index])
     where = torch.arange(3)
     unembed = Unembed(None, (Table(),), "every", 1.0, None, None, None)
-    one = View(residual, where, where * 0, where, next_token=target, unembed=unembed)
+    whole_view = View(residual, where, where * 0, where, next_token=target, unembed=unembed)
     levels = torch.tensor([0.49, 0.5], dtype=torch.float64)
-    out = reduce({"k": lambda v: exit_kernel(v, thresholds=levels, normed=True, labels="next_token", memory_mb=1.0)}, one)[1][
-        "k"
-    ]
+    out = reduce(
+        {"k": lambda v: exit_kernel(v, thresholds=levels, normed=True, labels="next_token", memory_mb=1.0)}, whole_view
+    )[1]["k"]
     assert out["exits"].sum(0).tolist() == [[3, 0, 0, 0], [0, 0, 0, 3]]
     # A tie goes to id 0, which is wrong here.
     assert out["correct"].sum(0).tolist() == [0, 3]
@@ -150,9 +150,9 @@ def test_nothing_is_said_where_no_position_has_a_target(analyzer):
     x = residuals(0, tokens=10)
     with pytest.raises(lsim.LayersimError, match="positions with a target"):
         from_views(analyzer(labels="data"), [view(x, labels=torch.full((10,), NO_LABEL))])
-    one = torch.full((10,), NO_LABEL)
-    one[3] = 7
-    assert from_views(analyzer(labels="data"), [view(x, labels=one)]).targets == 1
+    one_label = torch.full((10,), NO_LABEL)
+    one_label[3] = 7
+    assert from_views(analyzer(labels="data"), [view(x, labels=one_label)]).targets == 1
 
 
 @pytest.mark.parametrize("analyzer", [lsim.ExitCurve, lsim.LogitLens])
@@ -181,37 +181,37 @@ def curve_of(rows: int = 24, **options):
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_halves_are_rows_whatever_the_batch_size():
-    found = curve_of(batch_size=24)
+    result = curve_of(batch_size=24)
     out = sum(oracles.held_out_rows(24, 0.5))
-    assert found.part_exits[:, 0].sum(-1).tolist() == [9 * (24 - out), 9 * out]
-    assert torch.equal(found.part_exits.sum(0), found.exits)
+    assert result.part_exits[:, 0].sum(-1).tolist() == [9 * (24 - out), 9 * out]
+    assert torch.equal(result.part_exits.sum(0), result.exits)
     for size in (1, 7):
-        assert torch.equal(curve_of(batch_size=size).part_exits, found.part_exits)
+        assert torch.equal(curve_of(batch_size=size).part_exits, result.part_exits)
 
 
 def test_a_threshold_is_chosen_on_the_first_half():
-    found = curve_of()
+    result = curve_of()
     for least in (0.3, 0.6, 0.9):
-        chosen = found.threshold_for(agreement=least)
-        place = found.thresholds.index(chosen)
-        assert found.part_agreement[0, place:].min() >= least
-        assert place == 0 or found.part_agreement[0, place - 1] < least
-        point = found.at(chosen, held_out=True)
-        assert point.agreement == float(found.part_agreement[1, place])
-        assert point.exits.tolist() == found.part_exits[1, place].tolist()
+        chosen = result.threshold_for(agreement=least)
+        place = result.thresholds.index(chosen)
+        assert result.part_agreement[0, place:].min() >= least
+        assert place == 0 or result.part_agreement[0, place - 1] < least
+        point = result.at(chosen, held_out=True)
+        assert point.agreement == float(result.part_agreement[1, place])
+        assert point.exits.tolist() == result.part_exits[1, place].tolist()
         blocks = torch.arange(1, len(point.exits) + 1).double()
         assert point.speedup == float(len(blocks) * point.exits.sum() / (point.exits * blocks).sum())
 
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_replicates_have_halves_of_their_own():
-    found = curve_of(rows=48, intervals=True)
+    result = curve_of(rows=48, intervals=True)
     out = np.array(oracles.held_out_rows(48, 0.5))
-    size = 48 // len(found.replicates)
-    for number, one in enumerate(found.replicates):
-        left = np.delete(out, np.s_[number * size : (number + 1) * size])
-        assert one.part_exits[:, 0].sum(-1).tolist() == [9 * (~left).sum(), 9 * left.sum()]
-    assert found.finding()
+    size = 48 // len(result.replicates)
+    for number, replicate in enumerate(result.replicates):
+        remaining = np.delete(out, np.s_[number * size : (number + 1) * size])
+        assert replicate.part_exits[:, 0].sum(-1).tolist() == [9 * (~remaining).sum(), 9 * remaining.sum()]
+    assert result.finding()
 
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
@@ -219,22 +219,22 @@ def test_packed_rows_are_halved_by_their_tokens():
     model = tiny_llama()
     texts = [" ".join(f"w{t}" for t in row.tolist()) for row in random_tokens(40, 9)]
     model.tokenizer = tiny_tokenizer()
-    found = [
+    curves = [
         lsim.analyze(model, lsim.Data(texts, pack=True, seq_len=12, batch_size=size), lsim.ExitCurve())["exit_curve"]
         for size in (4, 9)
     ]
-    assert torch.equal(found[0].part_exits, found[1].part_exits)
-    assert (found[0].part_exits[:, 0].sum(-1) > 0).all()
+    assert torch.equal(curves[0].part_exits, curves[1].part_exits)
+    assert (curves[0].part_exits[:, 0].sum(-1) > 0).all()
 
 
 def test_one_row_has_no_held_out_half():
-    found = curve_of(rows=1)
-    assert found.threshold_for(agreement=1.0) <= 1
+    result = curve_of(rows=1)
+    assert result.threshold_for(agreement=1.0) <= 1
     with pytest.warns(lsim.LayersimWarning, match=r"`held_out` .*\b1 text\b"):
-        assert np.isnan(found.at(1.0, held_out=True).agreement)
-    assert found.at(1.0).agreement == 1
-    assert found.finding() == ""
-    assert "its accuracy" not in found.headline()
+        assert np.isnan(result.at(1.0, held_out=True).agreement)
+    assert result.at(1.0).agreement == 1
+    assert result.finding() == ""
+    assert "its accuracy" not in result.headline()
 
 
 def test_rows_of_one_group_have_no_held_out_half():
@@ -251,10 +251,10 @@ def test_the_headline_has_the_interval_of_the_threshold_of_all_rows():
     data = lsim.Data(random_tokens(40, 9), batch_size=1)
     result = lsim.analyze(tiny_llama(), data, asked, intervals=True)["exit_curve"]
     threshold = result.headline()["threshold with 60 % agreement"]
-    assert {one.lowest_threshold(0.6) for one in result.replicates} - {threshold}
+    assert {replicate.lowest_threshold(0.6) for replicate in result.replicates} - {threshold}
     intervals = headline_intervals(result)
     for name, field in (("its agreement on held-out rows", "agreement"), ("its speed-up in blocks", "speedup")):
-        expected = result.interval(lambda one, field=field: getattr(one.at(threshold, held_out=True), field))
+        expected = result.interval(lambda curve, field=field: getattr(curve.at(threshold, held_out=True), field))
         assert torch.equal(torch.stack(intervals[name][1:3]), torch.stack(expected[1:3]))
     assert headline_texts(result)["its speed-up in blocks"] in result.finding()
     assert "threshold with 60 % agreement" not in intervals

@@ -51,10 +51,10 @@ def test_every_layer_is_read_by_its_own_head(name, norm):
 @pytest.mark.parametrize("memory", [0.01, 0.05, 128])
 def test_memory_for_logits_changes_no_number(memory):
     heads = random_heads()
-    one = view(residuals(tokens=40))
+    sample_view = view(residuals(tokens=40))
     for cls in (lsim.LogitLens, lsim.Saturation):
-        result = from_views(cls(heads=heads, lens_memory_mb=memory), [replace(one, memo={})])
-        assert worst(result, from_views(cls(heads=heads), [replace(one, memo={})])) < 1e-9
+        result = from_views(cls(heads=heads, lens_memory_mb=memory), [replace(sample_view, memo={})])
+        assert worst(result, from_views(cls(heads=heads), [replace(sample_view, memo={})])) < 1e-9
 
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
@@ -63,15 +63,15 @@ def test_lenses_of_one_run_do_not_take_the_logits_of_other_heads():
     data = residuals(tokens=25)
     first = random_heads(seed=1)
     second = random_heads(seed=2)
-    one = view(data)
+    sample_view = view(data)
     from tl_layersim.activations.view import reduce
 
     for heads in (first, None, second, first):
         analyzer = lsim.Saturation(heads=heads)
         kernels = {"lens": lsim.LogitLens(heads=heads).kernel({}), "saturation": analyzer.kernel({})}
-        counts = reduce(kernels, one)[1]["saturation"]["counts"]
-        own = None if heads is None else pairs(heads)
-        assert counts.tolist() == oracles.oracle_saturation([data], heads=own)["values"].tolist()
+        counts = reduce(kernels, sample_view)[1]["saturation"]["counts"]
+        head_pairs = None if heads is None else pairs(heads)
+        assert counts.tolist() == oracles.oracle_saturation([data], heads=head_pairs)["values"].tolist()
 
 
 def test_ties_go_to_the_lowest_id():
@@ -79,7 +79,7 @@ def test_ties_go_to_the_lowest_id():
     data = residuals(tokens=9)
     heads = ExitHeads(torch.zeros(2, oracles.WORDS, 8, dtype=torch.float64))
     lens = from_views(lsim.LogitLens(heads=heads), [view(data)])
-    zero = [one == 0 for one in oracles.next_of([data]) if one is not None]
+    zero = [target == 0 for target in oracles.next_of([data]) if target is not None]
     assert lens.accuracy[:-1].tolist() == [sum(zero) / len(zero)] * 2
     np.testing.assert_allclose(lens.entropy[:-1].numpy(), np.log(oracles.WORDS), rtol=1e-12)
 
@@ -205,5 +205,7 @@ def test_models_of_nnsight_read_the_same():
     tokens = random_tokens(3, 9)
     heads = random_heads(2, 100, 32, dtype=torch.float32)
     analyzers = [lsim.LogitLens(heads=heads), lsim.Saturation(heads=heads)]
-    plain, found = (lsim.analyze(model, lsim.Data(tokens, prepend_bos=False), analyzers) for model in (tiny_llama(), traced()))
-    assert max(worst(plain[name], found[name]) for name in plain) < 1e-6
+    plain, traced_report = (
+        lsim.analyze(model, lsim.Data(tokens, prepend_bos=False), analyzers) for model in (tiny_llama(), traced())
+    )
+    assert max(worst(plain[name], traced_report[name]) for name in plain) < 1e-6

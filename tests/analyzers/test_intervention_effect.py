@@ -27,16 +27,16 @@ COUNTED = MASK.bool() & (MASK.cumsum(1) > 1)
 
 def read(model) -> tuple[np.ndarray, list[np.ndarray]]:
     """Residuals `layer token d_model` and lens logits, block by block `token vocabulary`, of a Hugging Face Llama."""
-    found: list[torch.Tensor] = []
-    hooks = [model.model.layers[0].register_forward_pre_hook(lambda _, args: found.append(args[0]))]
-    hooks += [layer.register_forward_hook(lambda _module, _args, output: found.append(output)) for layer in model.model.layers]
+    hidden: list[torch.Tensor] = []
+    hooks = [model.model.layers[0].register_forward_pre_hook(lambda _, args: hidden.append(args[0]))]
+    hooks += [layer.register_forward_hook(lambda _module, _args, output: hidden.append(output)) for layer in model.model.layers]
     with torch.no_grad():
         model(input_ids=TOKENS, attention_mask=MASK, position_ids=(MASK.cumsum(1) - 1).clamp(min=0), use_cache=False)
-        x = torch.stack([one[COUNTED] for one in found])
-        logits = [model.lm_head(model.model.norm(one)) for one in x[1:]]
+        x = torch.stack([captured[COUNTED] for captured in hidden])
+        logits = [model.lm_head(model.model.norm(residual)) for residual in x[1:]]
     for hook in hooks:
         hook.remove()
-    return x.double().numpy(), [one.double().numpy() for one in logits]
+    return x.double().numpy(), [logit.double().numpy() for logit in logits]
 
 
 def edited_in_nnsight(model, scale=0.0):
@@ -84,18 +84,18 @@ def test_all_ways_to_edit_a_model_give_one_answer():
     model = traced(tiny_llama())
     pairs = {
         "nnsight": (model, edited_in_nnsight(model)),
-        "simulated": tuple(lsim.open_model(one, remote="local") for one in (model, edited_in_nnsight(model))),
+        "simulated": tuple(lsim.open_model(edited, remote="local") for edited in (model, edited_in_nnsight(model))),
     }
     for name, pair in pairs.items():
-        found = lsim.compare(*pair, DATA, lsim.InterventionEffect(), intervals=True)
-        assert worst(found, expected) == 0, name
-        torch.testing.assert_close(found.interval("kl_divergence").error, expected.interval("kl_divergence").error)
-        assert "nnsight edit" in found.provenance.changes
-    other = bridge(tiny_llama())
+        result = lsim.compare(*pair, DATA, lsim.InterventionEffect(), intervals=True)
+        assert worst(result, expected) == 0, name
+        torch.testing.assert_close(result.interval("kl_divergence").error, expected.interval("kl_divergence").error)
+        assert "nnsight edit" in result.provenance.changes
+    bridged = bridge(tiny_llama())
     changed = bridge(tiny_llama())
     changed.blocks[1].mlp.register_forward_hook(lambda _module, _args, output: 0 * output)
-    found = lsim.compare(other, changed, DATA, lsim.InterventionEffect())
-    assert worst(found, expected) < 1e-5
+    result = lsim.compare(bridged, changed, DATA, lsim.InterventionEffect())
+    assert worst(result, expected) < 1e-5
 
 
 def test_other_sites_and_models_without_a_head():
@@ -107,7 +107,7 @@ def test_other_sites_and_models_without_a_head():
     assert result.cosine[0] == 1
     assert bool(result.cosine[1].isnan())
     assert bool(result.kl_divergence.isnan().all() and result.saturation_shift.isnan())
-    without = [copy.deepcopy(one).model for one in (clean, edited)]
+    without = [copy.deepcopy(model).model for model in (clean, edited)]
     whole = lsim.compare(clean, edited, DATA, lsim.InterventionEffect())
     bare = lsim.compare(*without, DATA, lsim.InterventionEffect(lens=False))
     assert torch.equal(bare.cosine, whole.cosine)
@@ -123,8 +123,8 @@ def test_tokens_that_are_zero_have_no_relative_change():
     x[2, 3] = 0
     with pytest.warns(lsim.LayersimWarning, match="1 of 40"):
         result = from_views(lsim.InterventionEffect(lens=False), [view(x)])
-    kept = np.delete(x[2], 3, axis=0), np.delete(edited_residuals(x)[2], 3, axis=0)
-    change = np.linalg.norm(kept[1] - kept[0], axis=1) / np.linalg.norm(kept[0], axis=1)
+    without_fourth = np.delete(x[2], 3, axis=0), np.delete(edited_residuals(x)[2], 3, axis=0)
+    change = np.linalg.norm(without_fourth[1] - without_fourth[0], axis=1) / np.linalg.norm(without_fourth[0], axis=1)
     assert float(result.relative_change[2]) == pytest.approx(change.mean())
 
 

@@ -31,28 +31,28 @@ def one(x: np.ndarray, **options):
 def test_between_two_models_of_other_width_and_depth(ridge, widths):
     xs = [residuals(seed, tokens=40, width=widths[0]) for seed in range(3)]
     ys = [residuals(seed + 9, layers=3, tokens=40, width=widths[1]) + x[:3, :, :1] for seed, x in enumerate(xs)]
-    found = between(lsim.LinearPredictivity(ridge=ridge), xs, ys)
+    result = between(lsim.LinearPredictivity(ridge=ridge), xs, ys)
     expected = oracles.oracle_linear_predictivity(xs, ys, ridge=ridge, rows=rows_of(40) * 3)
     for field, value in expected.items():
-        np.testing.assert_allclose(getattr(found, field), value, atol=1e-9, err_msg=field)
+        np.testing.assert_allclose(getattr(result, field), value, atol=1e-9, err_msg=field)
     out = 3 * sum(oracles.held_out_rows(40))
-    assert (found.samples, found.held_out_samples) == (120 - out, out)
-    turned = found.transposed()
-    other = between(lsim.LinearPredictivity(ridge=ridge), ys, xs)
+    assert (result.samples, result.held_out_samples) == (120 - out, out)
+    turned = result.transposed()
+    swapped = between(lsim.LinearPredictivity(ridge=ridge), ys, xs)
     for field in expected:
-        np.testing.assert_allclose(getattr(turned, field), getattr(other, field), atol=1e-9, err_msg=field)
-    assert (turned.layers, turned.column_layers) == (other.layers, other.column_layers)
+        np.testing.assert_allclose(getattr(turned, field), getattr(swapped, field), atol=1e-9, err_msg=field)
+    assert (turned.layers, turned.column_layers) == (swapped.layers, swapped.column_layers)
 
 
 def test_the_r2_is_that_of_scikit_learn():
     x = residuals(0, tokens=80, width=6)[1]
     y = residuals(0, tokens=80, width=4)[2] + 0.3 * residuals(1, tokens=80, width=4)[1]
     out = np.array(oracles.held_out_rows(80))
-    found = between(lsim.LinearPredictivity(ridge=0.05), [x[None]], [y[None]])
+    result = between(lsim.LinearPredictivity(ridge=0.05), [x[None]], [y[None]])
     # scikit-learn's penalty is of the sum of squares.
     ridge = make_pipeline(StandardScaler(), Ridge(alpha=0.05 * (~out).sum()))
     predicted = ridge.fit(x[~out], y[~out]).predict(x[out])
-    assert float(found.values) == pytest.approx(r2_score(y[out], predicted, multioutput="variance_weighted"), abs=1e-9)
+    assert float(result.values) == pytest.approx(r2_score(y[out], predicted, multioutput="variance_weighted"), abs=1e-9)
     tiny = between(lsim.LinearPredictivity(ridge=1e-9), [x[None]], [y[None]])
     plain = LinearRegression().fit(x[~out], y[~out]).predict(x[out])
     assert float(tiny.values) == pytest.approx(r2_score(y[out], plain, multioutput="variance_weighted"), abs=1e-6)
@@ -79,8 +79,8 @@ def test_rows_are_held_out_by_their_numbers():
 def test_r2_is_of_held_out_rows_and_so_not_optimistic():
     """Unrelated noise is predicted perfectly in-sample with as many dimensions as samples."""
     rng = np.random.default_rng(0)
-    found = between(lsim.LinearPredictivity(), [rng.normal(size=(1, 100, 60))], [rng.normal(size=(1, 100, 60))])
-    assert float(found.values) < 0
+    result = between(lsim.LinearPredictivity(), [rng.normal(size=(1, 100, 60))], [rng.normal(size=(1, 100, 60))])
+    assert float(result.values) < 0
     large = between(lsim.LinearPredictivity(ridge=1e6), [rng.normal(size=(1, 100, 60))], [rng.normal(size=(1, 100, 60))])
     # The prediction is the training mean.
     assert float(large.values) == pytest.approx(0, abs=0.1)
@@ -91,14 +91,14 @@ def test_r2_is_of_held_out_rows_and_so_not_optimistic():
 def test_in_sample_least_squares_is_the_r2_of_kornblith(widths):
     xs = [residuals(seed, tokens=30, width=widths[0]) for seed in range(2)]
     ys = [residuals(seed + 9, layers=3, tokens=30, width=widths[1]) + x[:3, :, :1] for seed, x in enumerate(xs)]
-    found = between(lsim.LinearPredictivity(ridge=0, test_fraction=0), xs, ys)
+    result = between(lsim.LinearPredictivity(ridge=0, test_fraction=0), xs, ys)
     x = np.concatenate(xs, 1)
     y = np.concatenate(ys, 1)
     expected = [[oracles.in_sample_r2(row, column) for column in y] for row in x]
-    np.testing.assert_allclose(found.values, expected, atol=1e-9)
+    np.testing.assert_allclose(result.values, expected, atol=1e-9)
     expected = [[oracles.in_sample_r2(column, row) for column in y] for row in x]
-    np.testing.assert_allclose(found.reverse, expected, atol=1e-9)
-    assert (found.samples, found.held_out_samples) == (60, 0)
+    np.testing.assert_allclose(result.reverse, expected, atol=1e-9)
+    assert (result.samples, result.held_out_samples) == (60, 0)
 
 
 def test_in_sample_r2_is_that_of_scikit_learn_and_the_result_says_so():
@@ -114,13 +114,13 @@ def test_least_squares_takes_the_directions_that_exist():
     """More dimensions than samples, and a dimension that is a sum of others: in-sample all is predicted."""
     x = residuals(0, layers=1, tokens=6, width=20)
     y = residuals(1, layers=1, tokens=6, width=20)
-    found = between(lsim.LinearPredictivity(ridge=0, test_fraction=0), [x], [y])
-    assert float(found.values) == pytest.approx(1, abs=1e-9)
+    result = between(lsim.LinearPredictivity(ridge=0, test_fraction=0), [x], [y])
+    assert float(result.values) == pytest.approx(1, abs=1e-9)
     x = residuals(0, layers=1, tokens=60, width=5)
     x[..., 4] = x[..., 0] + x[..., 1]
     y = residuals(1, layers=1, tokens=60, width=3) + x[..., :3]
-    found = between(lsim.LinearPredictivity(ridge=0, test_fraction=0), [x], [y])
-    assert float(found.values) == pytest.approx(oracles.in_sample_r2(x[0, :, :4], y[0]), abs=1e-9)
+    result = between(lsim.LinearPredictivity(ridge=0, test_fraction=0), [x], [y])
+    assert float(result.values) == pytest.approx(oracles.in_sample_r2(x[0, :, :4], y[0]), abs=1e-9)
 
 
 def test_the_null_of_in_sample_r2_has_the_value_of_unrelated_samples():
@@ -140,10 +140,10 @@ def test_a_known_r2():
     rng = np.random.default_rng(0)
     x = rng.normal(size=(1, 4000, 3))
     y = np.concatenate([2 * x[..., :1], rng.normal(size=(1, 4000, 2))], axis=-1)
-    found = between(lsim.LinearPredictivity(), [x], [y])
+    result = between(lsim.LinearPredictivity(), [x], [y])
     # Four of six parts of the variance of y, and one of three of x.
-    assert float(found.values) == pytest.approx(4 / 6, abs=0.03)
-    assert float(found.reverse) == pytest.approx(1 / 3, abs=0.05)
+    assert float(result.values) == pytest.approx(4 / 6, abs=0.03)
+    assert float(result.reverse) == pytest.approx(1 / 3, abs=0.05)
 
 
 def test_invariances():
@@ -171,13 +171,13 @@ def test_invariances():
 
 def test_a_linear_map_is_predicted_in_both_directions():
     x = residuals(0, tokens=90)
-    found = between(lsim.LinearPredictivity(ridge=1e-9), [x], [x @ map_of_condition(8, 10) + 3])
-    np.testing.assert_allclose(found.values.diagonal(), 1, atol=1e-6)
-    np.testing.assert_allclose(found.reverse.diagonal(), 1, atol=1e-6)
-    own = one(x)
-    np.testing.assert_allclose(own.reverse, own.values.T, atol=0)
-    assert (own.values - own.values.T).abs().max() > 0.01
-    assert own.values.diagonal().min() > 0.99
+    result = between(lsim.LinearPredictivity(ridge=1e-9), [x], [x @ map_of_condition(8, 10) + 3])
+    np.testing.assert_allclose(result.values.diagonal(), 1, atol=1e-6)
+    np.testing.assert_allclose(result.reverse.diagonal(), 1, atol=1e-6)
+    one_model = one(x)
+    np.testing.assert_allclose(one_model.reverse, one_model.values.T, atol=0)
+    assert (one_model.values - one_model.values.T).abs().max() > 0.01
+    assert one_model.values.diagonal().min() > 0.99
 
 
 def test_a_nuisance_dimension_of_any_size_costs_little():
@@ -188,7 +188,7 @@ def test_a_nuisance_dimension_of_any_size_costs_little():
     alone = float(between(lsim.LinearPredictivity(), [x], [y]).values)
     assert alone > 0.9
     wider = [np.concatenate([x, spread * noise], -1) for spread in (1, 100, 1e4)]
-    beside = [float(between(lsim.LinearPredictivity(), [both], [y]).values) for both in wider]
+    beside = [float(between(lsim.LinearPredictivity(), [samples], [y]).values) for samples in wider]
     assert beside == pytest.approx([beside[0]] * 3, abs=1e-9)
     assert beside[0] == pytest.approx(alone, abs=0.01)
 
@@ -197,11 +197,11 @@ def test_sites_of_other_widths_are_padded():
     x = residuals(0, tokens=60)
     x[1, :, 5:] = 0
     padded = view(x, row=torch.arange(60), widths=(8, 5, 8, 8))
-    found = from_views(lsim.LinearPredictivity(ridge=0.5), [padded]).values
+    values = from_views(lsim.LinearPredictivity(ridge=0.5), [padded]).values
     test = np.array(oracles.held_out_rows(60))
     for a, b in ((1, 2), (2, 1), (0, 2)):
-        left, right = (x[i][:, :5] if i == 1 else x[i] for i in (a, b))
-        assert float(found[a, b]) == pytest.approx(oracles.cross_products.ridge_r2(left, right, test, 0.5), abs=1e-9)
+        left_samples, right = (x[i][:, :5] if i == 1 else x[i] for i in (a, b))
+        assert float(values[a, b]) == pytest.approx(oracles.cross_products.ridge_r2(left_samples, right, test, 0.5), abs=1e-9)
 
 
 def test_a_ridge_within_rounding_is_refused():

@@ -27,17 +27,17 @@ def test_the_lens_of_a_whole_model_equals_its_oracle(make, norm):
     report = lsim.analyze(model, lsim.Data(rows, batch_size=1), [lsim.LogitLens(norm=norm), lsim.Saturation(norm=norm)])
     lens = report["logit_lens"]
     saturation = report["saturation"]
-    known = [t for t in range(len(targets)) if targets[t] is not None]
+    with_target = [t for t in range(len(targets)) if targets[t] is not None]
     for layer in range(len(logits)):
-        cross_entropy = -np.mean([np.log(table[t][layer][targets[t]]) for t in known])
+        cross_entropy = -np.mean([np.log(table[t][layer][targets[t]]) for t in with_target])
         agreement = np.mean([table[t][layer].argmax() == table[t][-1].argmax() for t in range(len(targets))])
         kl = np.mean([np.sum(table[t][-1] * (np.log(table[t][-1]) - np.log(table[t][layer]))) for t in range(len(targets))])
         np.testing.assert_allclose(lens.cross_entropy[layer], cross_entropy, rtol=1e-9)
         np.testing.assert_allclose(lens.agreement[layer], agreement)
         np.testing.assert_allclose(lens.kl_to_final[layer], kl, atol=1e-9)
-    said = np.array([[p.argmax() for p in row] for row in table])
-    first = [min(k for k in range(said.shape[1]) if (row[k:] == row[-1]).all()) for row in said]
-    assert saturation.counts.tolist() == [first.count(k) for k in range(said.shape[1])]
+    predicted = np.array([[p.argmax() for p in row] for row in table])
+    first = [min(k for k in range(predicted.shape[1]) if (row[k:] == row[-1]).all()) for row in predicted]
+    assert saturation.counts.tolist() == [first.count(k) for k in range(predicted.shape[1])]
 
 
 def test_theorem_2_2_centred_equals_its_oracle():
@@ -123,10 +123,10 @@ def test_fields_have_their_own_names():
 def test_a_label_that_cannot_be_said_has_no_probability():
     logits = np.zeros((2, 3, 40))
     logits[:, 0, 7] = -np.inf
-    found = read_logits(logits, torch.tensor([7, 7]))
-    assert found["target_log_prob"][0].isneginf().all()
-    np.testing.assert_allclose(found["target_log_prob"][1:], -np.log(40))
-    np.testing.assert_allclose(found["entropy"][0], np.log(39))
+    statistics = read_logits(logits, torch.tensor([7, 7]))
+    assert statistics["target_log_prob"][0].isneginf().all()
+    np.testing.assert_allclose(statistics["target_log_prob"][1:], -np.log(40))
+    np.testing.assert_allclose(statistics["entropy"][0], np.log(39))
 
 
 def test_a_grid_as_a_table():
@@ -214,8 +214,8 @@ def test_positions_with_infinite_logits_are_counted_over_all_chunks(analyzer):
 def test_results_do_not_depend_on_the_memory():
     x = residuals(3, tokens=50)
     for analyzer in ANALYZERS:
-        one, other = (from_views(analyzer(lens_memory_mb=mb), [view(x)]) for mb in (0.003, 50))
-        torch.testing.assert_close(one.values, other.values, rtol=1e-12, atol=0)
+        chunked, whole = (from_views(analyzer(lens_memory_mb=mb), [view(x)]) for mb in (0.003, 50))
+        torch.testing.assert_close(chunked.values, whole.values, rtol=1e-12, atol=0)
 
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
@@ -255,7 +255,7 @@ def test_saturation_with_a_centre_and_without():
             np.testing.assert_allclose(getattr(result, name), value, atol=1e-9, err_msg=name)
     # Exactly, whatever the rounding of norms.
     few = [from_views(lsim.Saturation(), [view(residuals(seed, tokens=3))]) for seed in range(20)]
-    assert {float(one.cosine_to_last[-1]) for one in few} == {1.0}
+    assert {float(result.cosine_to_last[-1]) for result in few} == {1.0}
 
 
 def test_a_layer_that_excludes_what_the_last_allows_is_infinitely_far():
@@ -286,6 +286,6 @@ def test_a_later_token_with_low_logits_is_read_as_well_as_the_first():
     low = logits.copy()
     low[1:] -= 101
     exact = read_logits(logits, torch.arange(5))
-    found = read_logits(low.astype(np.float32), torch.arange(5))
+    statistics = read_logits(low.astype(np.float32), torch.arange(5))
     for name in ("best_prob", "target_log_prob", "entropy", "kl"):
-        np.testing.assert_allclose(found[name], exact[name], atol=2e-4, err_msg=name)
+        np.testing.assert_allclose(statistics[name], exact[name], atol=2e-4, err_msg=name)

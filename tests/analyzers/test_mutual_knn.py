@@ -52,13 +52,13 @@ def test_other_overlaps_equal_their_oracles(overlap, rows):
     analyzer = lsim.MutualKNN(k=4, overlap=overlap)
     views = [view(z, rows=16 // rows) for z in (x, y)]
     sums = Sums.of(reduce({"k": analyzer.kernel(Sums())}, *views)[1]["k"])
-    found = analyzer.compute(sums, layer_run(2, 3))
+    result = analyzer.compute(sums, layer_run(2, 3))
     text = np.arange(16) // rows
     expected = [[by_neighbours(overlap, row, column, 4, text) for column in y] for row in x]
     # Cosines are rounded to float32.
-    np.testing.assert_allclose(found.values, expected, atol=1e-6 if overlap == "cknna" else 1e-12)
-    assert bool(found.chance.isnan())
-    assert found.overlap == overlap
+    np.testing.assert_allclose(result.values, expected, atol=1e-6 if overlap == "cknna" else 1e-12)
+    assert bool(result.chance.isnan())
+    assert result.overlap == overlap
 
 
 def test_cycles_are_looked_up_at_the_column_site_first():
@@ -78,12 +78,12 @@ def test_the_null_of_other_overlaps_is_that_of_exchanged_texts(overlap):
     bank = torch.as_tensor(np.stack([x, y], 1))
     rows = [[2]] * 5
     analyzer = lsim.MutualKNN(k=3, overlap=overlap, permutations=400, minibatch=64)
-    [found] = lsim.analyze(opened(bank), data_of_rows(rows, "groups"), analyzer).values()
+    [result] = lsim.analyze(opened(bank), data_of_rows(rows, "groups"), analyzer).values()
     grid = oracles.positions_in_common(rows)
     measure = functools.partial(by_neighbours, overlap)
     observed, values = oracles.exchanged_values(lambda a, b, text: measure(a, b, 3, text), x, y, grid)
-    assert float(found.observed[0, 1]) == pytest.approx(observed, abs=1e-6)
-    assert float(found.null_mean[0, 1]) == pytest.approx(values.mean(), abs=5 * values.std() / 400**0.5)
+    assert float(result.observed[0, 1]) == pytest.approx(observed, abs=1e-6)
+    assert float(result.null_mean[0, 1]) == pytest.approx(values.mean(), abs=5 * values.std() / 400**0.5)
 
 
 def test_the_headline_names_the_overlap():
@@ -106,22 +106,22 @@ def test_it_equals_scikit_learn():
 
 def test_tied_samples_share_the_places_that_are_left():
     apart = torch.tensor([[[0.0, 1.0, 2.0, 2.0, 2.0], [1.0, 0, 3, 4, 5], [2, 3, 0, 3, 3], [2, 4, 3, 0, 9], [2, 5, 3, 9, 0]]])
-    found = nearest_neighbours(apart, None, 5, False, k=2)
-    rows = found.terms.reshape(5, 5)
+    neighbours = nearest_neighbours(apart, None, 5, False, k=2)
+    rows = neighbours.terms.reshape(5, 5)
     # One nearer, one place for three; two without ties; one nearer, one place for three; then two without ties each.
     assert rows[0].tolist() == pytest.approx([0, 1, 1 / 3, 1 / 3, 1 / 3])
     assert rows[1].tolist() == [1, 0, 1, 0, 0]
     assert rows[2].tolist() == pytest.approx([1, 1 / 3, 0, 1 / 3, 1 / 3])
     assert rows[3].tolist() == [1, 0, 1, 0, 0]
-    assert found.numbers["chance_{}"].tolist() == [2.5]
+    assert neighbours.numbers["chance_{}"].tolist() == [2.5]
 
 
 def test_ties_give_the_expected_overlap_of_random_choices():
     """Six samples of which pairs are equal: k = 2 leaves one place for two tied ones."""
     x = np.repeat(residuals(0, layers=1, tokens=3), 2, axis=1)
-    found = float(from_views(lsim.MutualKNN(k=2), [samples(x)]).values)
+    overlap = float(from_views(lsim.MutualKNN(k=2), [samples(x)]).values)
     # The twin is the first neighbour; the second is one of the nearer other pair, chosen at random twice: 1/2 that it agrees.
-    assert found == pytest.approx((1 + 0.5) / 2, abs=1e-12)
+    assert overlap == pytest.approx((1 + 0.5) / 2, abs=1e-12)
     result = from_views(lsim.MutualKNN(k=2), [samples(np.ones((2, 9, 4)))])
     np.testing.assert_allclose(result.values, float(result.chance), atol=1e-12)
 
@@ -149,8 +149,8 @@ INVARIANT = {"cosine": {"scale", "rotation", "norms"}, "euclidean": {"scale", "r
 @pytest.mark.parametrize(("metric", "change"), itertools.product(INVARIANT, CHANGES))
 def test_invariances(metric, change):
     x = residuals(0, tokens=60)[-1:]
-    own = float(between(lsim.MutualKNN(k=5, metric=metric), x, CHANGES[change](x)))
-    assert (own == 1) == (change in INVARIANT[metric]), own
+    similarity = float(between(lsim.MutualKNN(k=5, metric=metric), x, CHANGES[change](x)))
+    assert (similarity == 1) == (change in INVARIANT[metric]), similarity
 
 
 def test_the_order_of_samples_on_both_sides_changes_nothing_and_on_one_side_all():

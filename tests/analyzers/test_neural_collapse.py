@@ -45,11 +45,11 @@ def test_it_equals_its_oracle_with_labels_and_the_most_frequent_classes(classes)
     label[3:7] = 2
     label[0] = -100
     expected = oracles.oracle_neural_collapse([x], [None if y < 0 else int(y) for y in label], classes)
-    found = of(x, label, classes=classes)
+    result = of(x, label, classes=classes)
     for name, value in expected.items():
-        np.testing.assert_allclose(getattr(found, name), value, rtol=1e-8, atol=1e-12, err_msg=name)
-    by_id = of(x, label, classes=found.labels)
-    assert worst(found, by_id) == 0
+        np.testing.assert_allclose(getattr(result, name), value, rtol=1e-8, atol=1e-12, err_msg=name)
+    by_id = of(x, label, classes=result.labels)
+    assert worst(result, by_id) == 0
 
 
 def test_a_simplex_that_the_classifier_has_too():
@@ -71,8 +71,8 @@ def test_nc3_equals_its_oracle():
     x, label = planted(1.0)
     weight = np.random.default_rng(3).normal(size=(6, 8))
     expected = oracles.oracle_neural_collapse([x], label.tolist(), weight=weight)
-    found = of(x, label, classifier=torch.as_tensor(weight))
-    np.testing.assert_allclose(found.nc3, expected["nc3"], rtol=1e-10)
+    result = of(x, label, classifier=torch.as_tensor(weight))
+    np.testing.assert_allclose(result.nc3, expected["nc3"], rtol=1e-10)
     with pytest.raises(lsim.LayersimError, match=r"`classifier` has 3 rows.* 3\b"):
         of(x, label, classifier=torch.as_tensor(weight[:3]))
     with pytest.raises(lsim.LayersimError, match=r"`classifier` has shape \(6, 8\).* 32"):
@@ -157,34 +157,34 @@ def test_a_common_offset_says_nothing(offset, width):
     label = np.repeat(np.arange(4), 20)
     x = rng.normal(size=(2, 4, width))[:, label] * 2 + 0.5 * rng.normal(size=(2, 80, width))
     expected = oracles.oracle_neural_collapse([x], label.tolist(), 4)
-    found = of(x + offset * rng.normal(size=width), torch.as_tensor(label))
-    np.testing.assert_allclose(found.nc1, expected["values"], rtol=1e-3 if offset > 1e4 else 1e-6)
+    result = of(x + offset * rng.normal(size=width), torch.as_tensor(label))
+    np.testing.assert_allclose(result.nc1, expected["values"], rtol=1e-3 if offset > 1e4 else 1e-6)
 
 
 def test_classes_with_one_mean_have_no_collapse():
-    same = np.ones((2, 20, 8)) * np.array([1.0, 7.3])[:, None, None]
+    collapsed = np.ones((2, 20, 8)) * np.array([1.0, 7.3])[:, None, None]
     with pytest.warns(lsim.LayersimWarning, match="NC1 is not defined"):
-        found = of(same, torch.arange(20) % 2)
-    assert found.nc1.isnan().all()
-    assert (found.between == 0).all()
+        result = of(collapsed, torch.arange(20) % 2)
+    assert result.nc1.isnan().all()
+    assert (result.between == 0).all()
 
 
 def whole_rows_of(model, blocks, inputs):
     """`layer row pos d_model`: the stream of rows of one length."""
-    seen = []
+    captured = []
 
     def keep(_module, _args, out):
-        seen.append(out[0] if isinstance(out, tuple) else out)
+        captured.append(out[0] if isinstance(out, tuple) else out)
 
-    handles = [blocks[0].register_forward_pre_hook(lambda _m, args: seen.append(args[0]))]
+    handles = [blocks[0].register_forward_pre_hook(lambda _m, args: captured.append(args[0]))]
     handles += [
-        b.register_forward_hook(lambda _m, _a, out: seen.append(out[0] if isinstance(out, tuple) else out)) for b in blocks
+        b.register_forward_hook(lambda _m, _a, out: captured.append(out[0] if isinstance(out, tuple) else out)) for b in blocks
     ]
     with torch.no_grad():
         model(**inputs)
     for handle in handles:
         handle.remove()
-    return torch.stack(seen).double().numpy()
+    return torch.stack(captured).double().numpy()
 
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
@@ -202,8 +202,8 @@ def test_the_default_sample_is_what_the_head_reads_of_a_row(kind):
         x = whole_rows_of(model, model.bert.encoder.layer, {"input_ids": data["input_ids"]})
 
     def nc1(positions=None, beside=(), **options):
-        given = [*beside, lsim.NeuralCollapse(labels="data", classes=3, **options)]
-        result = lsim.analyze(model, lsim.Data(data, batch_size=3, positions=positions), given)["neural_collapse"]
+        analyzers = [*beside, lsim.NeuralCollapse(labels="data", classes=3, **options)]
+        result = lsim.analyze(model, lsim.Data(data, batch_size=3, positions=positions), analyzers)["neural_collapse"]
         return result.values.numpy(), result.provenance.options
 
     def expected(samples):
@@ -217,11 +217,11 @@ def test_the_default_sample_is_what_the_head_reads_of_a_row(kind):
     assert np.array_equal(nc1(positions="all")[0], default, equal_nan=True)
     # A rule that leaves out what the head reads, and a choice of the user's, are kept.
     for asked, samples in (({"pool": "last"}, x[1:, :, -1]), ({"positions": "last"}, x[1:, :, -1])):
-        found, options = nc1(**asked)
-        np.testing.assert_allclose(found[1:], expected(samples), rtol=1e-6)
+        values, options = nc1(**asked)
+        np.testing.assert_allclose(values[1:], expected(samples), rtol=1e-6)
         assert options["pool"] == "last"
-    found, _ = nc1(positions="mean")
-    np.testing.assert_allclose(found[1:], expected(x[1:].mean(2)), rtol=1e-6)
+    values, _ = nc1(positions="mean")
+    np.testing.assert_allclose(values[1:], expected(x[1:].mean(2)), rtol=1e-6)
     with pytest.raises(lsim.LayersimError, match="`skip_first` is 1"):
         lsim.analyze(model, lsim.Data(data, skip_first=1), lsim.NeuralCollapse(labels="data", classes=3))
     with pytest.raises(lsim.LayersimError, match="`positions` must be given: NeuralCollapse reads whole rows"):

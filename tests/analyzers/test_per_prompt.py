@@ -81,10 +81,10 @@ def test_tokens_of_one_prompt_are_averaged():
     model = tiny_llama()
     tokens = rows()[2:]
     result = lsim.analyze(model, tokens, lsim.BlockCoupling(k=4, tokens=(0, -1), per_prompt=True))["block_coupling"]
-    each = [
+    prompts = [
         lsim.analyze(model, tokens, lsim.BlockCoupling(k=4, tokens=(p,), per_prompt=True))["block_coupling"] for p in (0, -1)
     ]
-    mean = (each[0].prompt_coupling + each[1].prompt_coupling) / 2
+    mean = (prompts[0].prompt_coupling + prompts[1].prompt_coupling) / 2
     torch.testing.assert_close(result.prompt_coupling, mean, rtol=1e-4, atol=1e-5)
     assert result.prompt_tokens.tolist() == [12, 5, 9]
 

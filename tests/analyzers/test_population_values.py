@@ -20,11 +20,11 @@ SIMULATIONS = 10
 
 @pytest.mark.parametrize(("rho", "effect"), [(0.5, 0.0), (0.9, 0.0), (0.0, 0.1)])
 def test_intervals_of_cka_cover_the_population_value_without_bias(rho, effect):
-    found = [cka_coverage(64, SIMULATIONS, rho, effect, seed) for seed in range(4)]
-    bias = torch.cat([own for _, own in found])
+    coverages = [cka_coverage(64, SIMULATIONS, rho, effect, seed) for seed in range(4)]
+    bias = torch.cat([biases for _, biases in coverages])
     assert abs(float(bias.mean())) < 4 * float(bias.std()) / len(bias) ** 0.5
     # Of intervals that cover in 95 %, fewer in one of ten thousand.
-    assert sum(each for each, _ in found) * SIMULATIONS >= binom.ppf(1e-4, 4 * SIMULATIONS, 0.95)
+    assert sum(covered for covered, _ in coverages) * SIMULATIONS >= binom.ppf(1e-4, 4 * SIMULATIONS, 0.95)
 
 
 @pytest.mark.parametrize("measure", MEASURES)

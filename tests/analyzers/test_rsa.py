@@ -99,11 +99,11 @@ def test_comparisons_that_do_not_fit_are_refused():
 @pytest.mark.parametrize("kind", KINDS)
 def test_dissimilarities_of_each_pair(kind):
     x = residuals(0, layers=2, tokens=9)
-    found = dissimilarities(torch.as_tensor(x), (), kind=kind)
+    matrices = dissimilarities(torch.as_tensor(x), (), kind=kind)
     expected = [[[apart(a, b, kind) if a is not b else 0 for b in layer] for a in layer] for layer in map(list, x)]
-    np.testing.assert_allclose(found, expected, atol=1e-6)
-    assert found.dtype == torch.float32
-    assert torch.equal(found, found.transpose(1, 2))
+    np.testing.assert_allclose(matrices, expected, atol=1e-6)
+    assert matrices.dtype == torch.float32
+    assert torch.equal(matrices, matrices.transpose(1, 2))
 
 
 def test_distances_far_from_the_origin_keep_their_digits():
@@ -118,19 +118,19 @@ def test_narrow_layers_are_not_read_beyond_their_width(kind):
     x = residuals(0, layers=2, tokens=9)
     padded = torch.as_tensor(x.copy())
     padded[1, :, 5:] = 0
-    found = dissimilarities(padded, (8, 5), kind=kind)
-    assert torch.equal(found[1], dissimilarities(torch.as_tensor(x[1:, :, :5].copy()), (), kind=kind)[0])
-    assert torch.equal(found[0], dissimilarities(torch.as_tensor(x[:1]), (), kind=kind)[0])
+    matrices = dissimilarities(padded, (8, 5), kind=kind)
+    assert torch.equal(matrices[1], dissimilarities(torch.as_tensor(x[1:, :, :5].copy()), (), kind=kind)[0])
+    assert torch.equal(matrices[0], dissimilarities(torch.as_tensor(x[:1]), (), kind=kind)[0])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_equal_samples_have_equal_dissimilarities(kind):
     x = np.repeat(residuals(0, layers=1, tokens=6, width=37), 3, axis=1) * 1e3
-    found = dissimilarities(torch.as_tensor(x), (), kind=kind)[0]
+    matrix = dissimilarities(torch.as_tensor(x), (), kind=kind)[0]
     for i in range(18):
         for j in range(18):
-            assert found[i, j] == found[3 * (i // 3), 3 * (j // 3)], (i, j)
-    assert float(found[0, 1]) == 0 < float(found[0, 3])
+            assert matrix[i, j] == matrix[3 * (i // 3), 3 * (j // 3)], (i, j)
+    assert float(matrix[0, 1]) == 0 < float(matrix[0, 3])
 
 
 def test_vectors_without_direction_are_like_no_other():
@@ -138,9 +138,9 @@ def test_vectors_without_direction_are_like_no_other():
     x = torch.as_tensor(residuals(0, layers=1, tokens=4, width=7))
     x[0, 0] = 1000000.1
     x[0, 1] = 1000000.3
-    found = dissimilarities(x, (), kind="correlation")[0]
-    assert found[0].tolist() == [0, 1, 1, 1]
-    assert found[1].tolist() == [1, 0, 1, 1]
+    matrix = dissimilarities(x, (), kind="correlation")[0]
+    assert matrix[0].tolist() == [0, 1, 1, 1]
+    assert matrix[1].tolist() == [1, 0, 1, 1]
     x[0, 0] = 0.0
     assert dissimilarities(x, (), kind="cosine")[0][0].tolist() == [0, 1, 1, 1]
 
@@ -182,16 +182,16 @@ INVARIANT = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_invariances(kind, change):
     x = residuals(0, tokens=30)
-    own = float(between(lsim.RSA(dissimilarity=kind), x[-1:], CHANGES[change](x[-1:])))
-    assert (own > 0.99999) == (change in INVARIANT[kind]), own
+    similarity = float(between(lsim.RSA(dissimilarity=kind), x[-1:], CHANGES[change](x[-1:])))
+    assert (similarity > 0.99999) == (change in INVARIANT[kind]), similarity
 
 
 def test_the_order_of_samples_on_both_sides_changes_nothing_and_on_one_side_all():
     x = residuals(0, tokens=30)
     order = np.random.default_rng(1).permutation(30)
     analyzer = lsim.RSA()
-    one = between(analyzer, x, x)
-    np.testing.assert_allclose(between(analyzer, x[:, order], x[:, order]), one, atol=1e-9)
+    unpermuted = between(analyzer, x, x)
+    np.testing.assert_allclose(between(analyzer, x[:, order], x[:, order]), unpermuted, atol=1e-9)
     assert float(between(analyzer, x, x[:, order]).abs().max()) < 0.3
 
 
@@ -242,24 +242,24 @@ def test_headline_and_sequences():
 
 def test_a_minibatch_of_equal_dissimilarities_is_left_out_of_the_average():
     """Layer 0 is constant in the first batch, as first tokens are where all rows of a batch begin alike."""
-    one = residuals(1, layers=3, tokens=12)
+    first = residuals(1, layers=3, tokens=12)
     two = residuals(2, layers=3, tokens=10)
-    one[0] = 1.0
+    first[0] = 1.0
     analyzer = lsim.RSA(minibatch=12, permutations=19)
     alone = from_views(analyzer, [samples(two, np.arange(10))])
-    result = from_views(analyzer, [samples(one, np.arange(12) + 50), samples(two, np.arange(10))])
+    result = from_views(analyzer, [samples(first, np.arange(12) + 50), samples(two, np.arange(10))])
     assert torch.allclose(result.values[0], alone.values[0], atol=1e-12)
     assert torch.allclose(result.null_mean[0], alone.null_mean[0], atol=1e-12)
-    later = oracles.oracle_rsa([one[1:], two[1:]])["values"]
+    later = oracles.oracle_rsa([first[1:], two[1:]])["values"]
     assert np.allclose(result.values[1:, 1:], later, atol=1e-9)
 
 
 def test_layers_that_never_vary_together_have_no_correlation():
-    one = residuals(1, layers=3, tokens=12)
+    first = residuals(1, layers=3, tokens=12)
     two = residuals(2, layers=3, tokens=12)
-    one[0] = 1.0
+    first[0] = 1.0
     two[1] = 1.0
-    result = from_views(lsim.RSA(permutations=19), [samples(one, np.arange(12)), samples(two, np.arange(12) + 50)])
+    result = from_views(lsim.RSA(permutations=19), [samples(first, np.arange(12)), samples(two, np.arange(12) + 50)])
     assert result.values.isnan().tolist() == [[False, True, False], [True, False, False], [False, False, False]]
     assert torch.equal(result.p_values.isnan(), result.values.isnan())
     assert not bool(result.max_p_value.isnan())

@@ -45,8 +45,8 @@ def test_two_models_of_other_widths():
     x = residuals(0, layers=2, tokens=9)
     y = residuals(1, layers=3, tokens=9, width=5)
     sums = Sums.of(reduce({"k": lsim.Similarity(oracles.kernel_alignment).kernel(Sums())}, samples(x), samples(y))[1]["k"])
-    found = lsim.Similarity(oracles.kernel_alignment).compute(sums, layer_run(2, 3))
-    np.testing.assert_allclose(found.values, oracles.oracle_similarity([x], [y])["values"], rtol=1e-12)
+    result = lsim.Similarity(oracles.kernel_alignment).compute(sums, layer_run(2, 3))
+    np.testing.assert_allclose(result.values, oracles.oracle_similarity([x], [y])["values"], rtol=1e-12)
 
 
 def test_the_function_receives_float64_arrays_of_each_width():
@@ -80,17 +80,17 @@ def test_analyze_with_intervals_and_null_beside_the_analyzer_of_the_package():
     by_function = lsim.Similarity(biased_cka, level="sequence", minibatch=16, permutations=19)
     by_package = lsim.CKA(estimator="biased", average="cka", level="sequence", minibatch=16)
     report = lsim.analyze(tiny_llama(dtype=torch.float64), data, [by_function, by_package], intervals=True)
-    found = report["similarity"]
+    result = report["similarity"]
     expected = report["cka"]
-    torch.testing.assert_close(found.values, expected.values, atol=1e-9, rtol=0)
+    torch.testing.assert_close(result.values, expected.values, atol=1e-9, rtol=0)
     # The ends of intervals of CKA are bounded by 1, those of a function are not.
-    torch.testing.assert_close(found.interval("values").error, expected.interval("values").error, atol=1e-9, rtol=0)
-    assert found.permutations == 19
-    assert torch.equal(found.p_values.isnan(), torch.zeros_like(found.values, dtype=torch.bool))
-    assert bool(found.calibrated.isnan().all() and found.max_calibrated.isnan())
+    torch.testing.assert_close(result.interval("values").error, expected.interval("values").error, atol=1e-9, rtol=0)
+    assert result.permutations == 19
+    assert torch.equal(result.p_values.isnan(), torch.zeros_like(result.values, dtype=torch.bool))
+    assert bool(result.calibrated.isnan().all() and result.max_calibrated.isnan())
     # A symmetric function has one p-value for two sites.
-    assert torch.equal(found.p_values, found.p_values.T)
-    assert "p-value of the maximum over pairs of layers" in found.headline()
+    assert torch.equal(result.p_values, result.p_values.T)
+    assert "p-value of the maximum over pairs of layers" in result.headline()
 
 
 def test_compare_and_its_exchanged_order():

@@ -38,7 +38,7 @@ def test_measures_of_vectors_of_any_size(case, size):
     result = from_views(analyzer, [view_for(analyzer, x * np.float32(size))])
     expected = oracle(x.astype(np.float64))
     # Quantiles of histograms over decades are tested for themselves.
-    for name in [one for one in expected if "quantiles" not in one]:
+    for name in [field for field in expected if "quantiles" not in field]:
         value = getattr(result, name) / (size if name in in_unit else 1)
         np.testing.assert_allclose(value, expected[name], rtol=1e-4, atol=2e-3, err_msg=name)
 

@@ -60,14 +60,14 @@ def naive(model, rows: list[torch.Tensor], keep_first: int, splits: int) -> dict
             n = len(row)
             stops = [n * i // (splits + 1) for i in range(1, splits + 1)] if prefix else [n]
             stops = [stop for stop in stops if stop > keep_first]
-            own, p = skipped_run(model, row, None, 0, 0)
+            plain_added, p = skipped_run(model, row, None, 0, 0)
             for skipped in range(blocks if stops else 0):
                 change = []
                 output = []
                 for stop in stops:
-                    other, q = skipped_run(model, row, skipped, keep_first, stop)
+                    skipped_added, q = skipped_run(model, row, skipped, keep_first, stop)
                     where = slice(stop if prefix else keep_first, n)
-                    change.append(((own - other).norm(dim=-1) / own.norm(dim=-1))[:, where])
+                    change.append(((plain_added - skipped_added).norm(dim=-1) / plain_added.norm(dim=-1))[:, where])
                     output.append((p - q).norm(dim=-1)[where])
                 change = torch.cat(change, 1)
                 output = torch.cat(output)
@@ -78,10 +78,12 @@ def naive(model, rows: list[torch.Tensor], keep_first: int, splits: int) -> dict
         if not any(output_means):
             continue
         lower = np.tril(np.ones((blocks, blocks), dtype=bool))
-        out[prefix or "values"] = np.where(lower, np.nan, torch.stack([torch.cat(one, 1).mean(1) for one in means]))
-        out[f"{prefix}largest"] = np.where(lower, np.nan, torch.stack([torch.stack(one).mean(0) for one in peaks]))
-        out[f"{prefix}probability_change"] = torch.stack([torch.cat(one).mean() for one in output_means]).numpy()
-        out[f"{prefix}probability_change_largest"] = torch.stack([torch.stack(one).mean() for one in output_peaks]).numpy()
+        out[prefix or "values"] = np.where(lower, np.nan, torch.stack([torch.cat(changes, 1).mean(1) for changes in means]))
+        out[f"{prefix}largest"] = np.where(lower, np.nan, torch.stack([torch.stack(row_peaks).mean(0) for row_peaks in peaks]))
+        out[f"{prefix}probability_change"] = torch.stack([torch.cat(changes).mean() for changes in output_means]).numpy()
+        out[f"{prefix}probability_change_largest"] = torch.stack(
+            [torch.stack(row_peaks).mean() for row_peaks in output_peaks]
+        ).numpy()
     return {"later" if name == "later_" else name: value for name, value in out.items()}
 
 
@@ -129,9 +131,9 @@ def test_tokens_that_are_not_counted_are_skipped_and_not_measured():
     model = tiny_llama()
     rows = rows_of(20)
     result = lsim.analyze(model, lsim.Data(rows, skip_first=15), lsim.SkipEffect(splits=0))["skip_effect"]
-    own, p = skipped_run(model, rows[0], None, 0, 0)
-    other, q = skipped_run(model, rows[0], 1, 1, 20)
-    change = ((own - other).norm(dim=-1) / own.norm(dim=-1))[2, 15:]
+    plain_added, p = skipped_run(model, rows[0], None, 0, 0)
+    skipped_added, q = skipped_run(model, rows[0], 1, 1, 20)
+    change = ((plain_added - skipped_added).norm(dim=-1) / plain_added.norm(dim=-1))[2, 15:]
     torch.testing.assert_close(result.values[1, 2], change.mean(), rtol=1e-4, atol=0)
     torch.testing.assert_close(result.probability_change[1], (p - q).norm(dim=-1)[15:].mean(), rtol=1e-4, atol=1e-7)
 
@@ -208,13 +210,13 @@ def test_a_classifier_is_compared_at_the_position_that_its_head_reads():
     change = []
     for row in rows:
         with torch.no_grad():
-            own = model(row[None]).logits[0].double().softmax(-1)
+            plain_output = model(row[None]).logits[0].double().softmax(-1)
             handle = model.model.layers[1].register_forward_hook(
                 lambda _m, args, out: torch.cat([out[:, :1], args[0][:, 1:]], 1)
             )
-            other = model(row[None]).logits[0].double().softmax(-1)
+            skipped_output = model(row[None]).logits[0].double().softmax(-1)
             handle.remove()
-        change.append((own - other).norm())
+        change.append((plain_output - skipped_output).norm())
     torch.testing.assert_close(result.probability_change[1], torch.stack(change).mean(), rtol=1e-4, atol=1e-7)
 
 
@@ -324,8 +326,8 @@ def test_blocks_that_add_in_place():
     tokens = random_tokens(4, 10)
     # The second replays the calls that the first has replayed.
     effects = {"first": lsim.SkipEffect(splits=0), "second": lsim.SkipEffect(splits=0)}
-    found, expected = (lsim.analyze(OfAdded(in_place), tokens, effects) for in_place in (True, False))
+    in_place_report, expected = (lsim.analyze(OfAdded(in_place), tokens, effects) for in_place in (True, False))
     for name in effects:
         change = expected[name].probability_change
-        np.testing.assert_allclose(found[name].probability_change, change, rtol=1e-10)
+        np.testing.assert_allclose(in_place_report[name].probability_change, change, rtol=1e-10)
         assert (change > 0).all()

@@ -26,10 +26,10 @@ def head_outputs(model, inputs) -> np.ndarray:
     """`layer row output`: the model's own pooler and classifier on [CLS] of every block's output, row by row."""
     tables = []
     for row in range(len(inputs["input_ids"])):
-        kept = inputs["attention_mask"][row].bool()
-        own = {name: values[row][kept][None] for name, values in inputs.items() if name != "attention_mask"}
+        attended = inputs["attention_mask"][row].bool()
+        row_inputs = {name: values[row][attended][None] for name, values in inputs.items() if name != "attention_mask"}
         with torch.no_grad():
-            states = model(**own, output_hidden_states=True).hidden_states[1:]
+            states = model(**row_inputs, output_hidden_states=True).hidden_states[1:]
             tables.append(torch.stack([model.classifier(model.bert.pooler(state))[0] for state in states]))
     return torch.stack(tables, dim=1).numpy()
 
@@ -45,15 +45,17 @@ def test_it_is_scikit_learn_on_stored_predictions(classes):
     label = (torch.arange(ROWS) % 7).clamp(max=classes - 1)
     result = lsim.analyze(model, lsim.Data(inputs, batch_size=7), lsim.TaskMetrics(labels=label))["task_metrics"]
     predicted = head_outputs(model, inputs).argmax(-1)
-    for layer, said in enumerate(predicted):
-        assert float(result.accuracy[layer]) == pytest.approx(accuracy_score(label, said))
-        np.testing.assert_array_equal(result.confusion[layer], confusion_matrix(label, said, labels=range(classes)))
-        assert float(result.f1[layer]) == pytest.approx(f1_score(label, said, average="macro"))
-        assert float(result.mcc[layer]) == pytest.approx(matthews_corrcoef(label, said))
-        np.testing.assert_allclose(result.f1_by_class[:, layer], f1_score(label, said, average=None))
+    for layer, layer_predictions in enumerate(predicted):
+        assert float(result.accuracy[layer]) == pytest.approx(accuracy_score(label, layer_predictions))
+        np.testing.assert_array_equal(
+            result.confusion[layer], confusion_matrix(label, layer_predictions, labels=range(classes))
+        )
+        assert float(result.f1[layer]) == pytest.approx(f1_score(label, layer_predictions, average="macro"))
+        assert float(result.mcc[layer]) == pytest.approx(matthews_corrcoef(label, layer_predictions))
+        np.testing.assert_allclose(result.f1_by_class[:, layer], f1_score(label, layer_predictions, average=None))
         if classes == 2:
-            assert float(result.f1_by_class[1, layer]) == pytest.approx(f1_score(label, said))
-    assert len({tuple(said) for said in predicted}) > 1
+            assert float(result.f1_by_class[1, layer]) == pytest.approx(f1_score(label, layer_predictions))
+    assert len({tuple(layer_predictions) for layer_predictions in predicted}) > 1
     last = f1_score(label, predicted[-1], average=None)
     assert last[0] != last[1]
     assert result.headline().get("F1 of class 1 at the last layer") == (pytest.approx(last[1]) if classes == 2 else None)
@@ -94,8 +96,8 @@ def test_one_class_alone_has_no_correlation(labels):
 
 def test_perfect_predictions_have_every_metric_at_one():
     x = residuals(tokens=30)
-    said = [row[-1]["said"] for row in oracles.lens_by_token([x], [None] * 30)]
-    result = from_views(lsim.TaskMetrics(labels="data"), [view(x, labels=torch.tensor(said))])
+    predicted = [row[-1]["said"] for row in oracles.lens_by_token([x], [None] * 30)]
+    result = from_views(lsim.TaskMetrics(labels="data"), [view(x, labels=torch.tensor(predicted))])
     assert (result.f1[-1], result.mcc[-1], result.accuracy[-1]) == (1, 1, 1)
 
 
@@ -155,10 +157,10 @@ def test_correlations_of_a_regression_head_are_those_of_scipy(batch_size):
     scores[3:6] = scores[3]
     scores[10] = np.nan
     result = lsim.analyze(model, lsim.Data(inputs, batch_size=batch_size), lsim.TaskMetrics(labels=scores))["task_metrics"]
-    known = ~np.isnan(scores)
-    for layer, said in enumerate(head_outputs(model, inputs)[..., 0]):
-        assert float(result.spearman[layer]) == pytest.approx(spearmanr(said[known], scores[known]).statistic)
-        assert float(result.pearson[layer]) == pytest.approx(pearsonr(said[known], scores[known]).statistic)
+    scored = ~np.isnan(scores)
+    for layer, layer_scores in enumerate(head_outputs(model, inputs)[..., 0]):
+        assert float(result.spearman[layer]) == pytest.approx(spearmanr(layer_scores[scored], scores[scored]).statistic)
+        assert float(result.pearson[layer]) == pytest.approx(pearsonr(layer_scores[scored], scores[scored]).statistic)
     assert result.rows == ROWS - 1
     # Scores of rows that the data does not have.
     with pytest.warns(lsim.LayersimWarning, match="labels"):
@@ -170,9 +172,9 @@ def test_correlations_of_a_regression_head_are_those_of_scipy(batch_size):
 
 def test_a_regression_result_is_a_file_and_a_figure(tmp_path):
     result = lsim.analyze(pair_bert(labels=1), data(), lsim.TaskMetrics(labels=torch.rand(ROWS)))["task_metrics"]
-    again = lsim.load(result.save(tmp_path / "metrics.safetensors"))
-    assert torch.equal(again.values, result.values)
-    assert torch.equal(again.pearson, result.pearson)
+    loaded = lsim.load(result.save(tmp_path / "metrics.safetensors"))
+    assert torch.equal(loaded.values, result.values)
+    assert torch.equal(loaded.pearson, result.pearson)
     for picture in result.pictures:
         assert result.plot(picture.name).data
 

@@ -117,9 +117,9 @@ def test_the_final_norm_is_that_of_the_model_in_every_source():
     ]
     with lsim.attach(model, analyzer) as probe, torch.no_grad():
         model(ids)
-    for found in (here, there, probe.results()["trajectory"]):
+    for result in (here, there, probe.results()["trajectory"]):
         for name in ("values", "update_norm", "growth", "lss_mean", "expodistance_mean", "equidistance_mean", "curvature"):
-            np.testing.assert_allclose(getattr(found, name), expected[name], rtol=1e-4, err_msg=name)
+            np.testing.assert_allclose(getattr(result, name), expected[name], rtol=1e-4, err_msg=name)
     assert here.final_norm
     assert here.layers[-2:] == ("blocks.1.hook_resid_post", "ln_final.hook_normalized")
     assert "norm after the final norm over norm of the embedding" in here.headline()
@@ -228,11 +228,11 @@ def test_single_steps_of_generation_have_no_curvature():
     prompt = probe.results()["trajectory"]
     with lsim.attach(model, lsim.Trajectory()) as probe:
         model.generate(tokens, max_new_tokens=4, do_sample=False, pad_token_id=0)
-    found = probe.results()["trajectory"]
+    attached = probe.results()["trajectory"]
     # The prompt is one forward pass, and each further token one of a single position.
-    assert (prompt.turns, found.turns) == (6, 6)
-    torch.testing.assert_close(found.curvature, prompt.curvature, rtol=1e-5, atol=0)
-    assert found.provenance.tokens > 8
+    assert (prompt.turns, attached.turns) == (6, 6)
+    torch.testing.assert_close(attached.curvature, prompt.curvature, rtol=1e-5, atol=0)
+    assert attached.provenance.tokens > 8
 
 
 def test_padding_on_the_left_changes_nothing():

@@ -31,13 +31,13 @@ def test_ties_go_to_the_lower_id(seed, words, levels):
     rng = np.random.default_rng(seed)
     logits = rng.integers(0, levels, size=(6, 3, words)).astype(np.float64)  # token layer vocabulary
     target = torch.as_tensor(rng.integers(0, words, size=6))
-    found = read_logits(logits, target)
+    statistics = read_logits(logits, target)
     for t in range(6):
         for layer in range(3):
             z = logits[t, layer]
             order = sorted(range(words), key=lambda v, z=z: (-z[v], v))
-            assert found["best"][layer, t] == order[0] == int(np.argmax(z))
-            assert found["before"][layer, t] == min(order.index(int(target[t])), 10)
+            assert statistics["best"][layer, t] == order[0] == int(np.argmax(z))
+            assert statistics["before"][layer, t] == min(order.index(int(target[t])), 10)
 
 
 @pytest.mark.parametrize("top", [1, 4, 9, 11, 12, 30])
@@ -47,9 +47,9 @@ def test_ties_over_more_groups_than_are_looked_into(top):
     places = 256 * np.arange(top) + 3
     logits[..., places] = 5.0
     for at in {0, top // 2, top - 1}:
-        found = read_logits(logits, torch.tensor([places[at], places[at]]))
-        assert (found["before"] == min(at, 10)).all()
-        assert (found["best"] == places[0]).all()
+        statistics = read_logits(logits, torch.tensor([places[at], places[at]]))
+        assert (statistics["before"] == min(at, 10)).all()
+        assert (statistics["best"] == places[0]).all()
     logits[..., 7] = 1.0
     assert (read_logits(logits, torch.tensor([7, 7]))["before"] == min(top, 10)).all()
 
@@ -89,8 +89,8 @@ def test_walking_down_finds_what_the_full_lens_finds(seed, memory, levels):
     full = fresh()
     read_lens(full, torch.full((20,), NO_LABEL), True, memory, 5, "t")
     assert torch.equal(walked, saturation_layers(full, True, memory)[0])
-    said = logits.argmax(-1)
-    assert walked.tolist() == [min(k for k in range(5) if (row[k:] == row[-1]).all()) for row in said]
+    predicted = logits.argmax(-1)
+    assert walked.tolist() == [min(k for k in range(5) if (row[k:] == row[-1]).all()) for row in predicted]
 
 
 @pytest.mark.parametrize("layer", [0, 1, 4])
@@ -133,8 +133,8 @@ def test_what_a_lens_calls_has_neither_hooks_nor_dropout():
     head[1].register_forward_hook(lambda *_: calls.append(1))
     state = torch.get_rng_state()
     first = Quiet(head)(x)
-    again = Quiet(head)(x)
-    assert torch.equal(first, again)
+    repeated = Quiet(head)(x)
+    assert torch.equal(first, repeated)
     assert torch.equal(torch.get_rng_state(), state)
     assert not calls
     assert head[0].training
@@ -152,8 +152,8 @@ def test_what_a_lens_calls_has_neither_hooks_nor_dropout():
 def test_a_source_that_names_no_next_token_is_read_from_neighbours():
     tokens = torch.tensor([5, 6, 7, 8, 9])
     row = torch.tensor([0, 0, 0, 1, 1])
-    one = View(torch.zeros(2, 5, 3), tokens, row, torch.tensor([0, 1, 3, 0, 1]))
-    assert targets(one, "next_token").tolist() == [6, NO_LABEL, NO_LABEL, 9, NO_LABEL]
+    tokens_view = View(torch.zeros(2, 5, 3), tokens, row, torch.tensor([0, 1, 3, 0, 1]))
+    assert targets(tokens_view, "next_token").tolist() == [6, NO_LABEL, NO_LABEL, 9, NO_LABEL]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -164,9 +164,9 @@ def test_half_precision_is_the_models_own(dtype):
     with torch.no_grad():
         logits = model(tokens).logits
     assert logits.dtype == dtype
-    own = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).double(), tokens[:, 1:].flatten())
+    model_loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).double(), tokens[:, 1:].flatten())
     result = lsim.analyze(model, lsim.Data(tokens, batch_size=4), lsim.LogitLens())["logit_lens"]
-    np.testing.assert_allclose(result.cross_entropy[-1], own, rtol=1e-5 if dtype == torch.float16 else 2e-2)
+    np.testing.assert_allclose(result.cross_entropy[-1], model_loss, rtol=1e-5 if dtype == torch.float16 else 2e-2)
     assert result.kl_to_final[-1] == 0
 
 
@@ -264,6 +264,6 @@ def test_float32_keeps_its_digits_near_overflow_and_underflow(offset):
     logits = rng.normal(size=(5, 3, 200))
     target = torch.arange(5)
     exact = read_logits(logits, target)
-    found = read_logits((logits + offset).astype(np.float32), target)
+    statistics = read_logits((logits + offset).astype(np.float32), target)
     for name in ("best_prob", "target_log_prob", "entropy", "kl"):
-        np.testing.assert_allclose(found[name], exact[name], atol=2e-4, err_msg=name)
+        np.testing.assert_allclose(statistics[name], exact[name], atol=2e-4, err_msg=name)

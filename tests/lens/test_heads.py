@@ -89,8 +89,8 @@ def test_nnsight_reads_the_same_heads(name):
     case = CASES[name]
     logits = own_logits(CASES[name])
     for options in ({}, {"remote": "local"}):
-        found = called(lsim.analyze, nnsight(case.build()), case.data(labels=LABELS), ANALYZERS, **case.options, **options)
-        assert_lens(found, logits, LABELS)
+        result = called(lsim.analyze, nnsight(case.build()), case.data(labels=LABELS), ANALYZERS, **case.options, **options)
+        assert_lens(result, logits, LABELS)
 
 
 @pytest.mark.light("modernbert mean", "clip")
@@ -151,8 +151,8 @@ def test_half_precision_rows_agree_with_the_model():
     report = lsim.analyze(model, data | {"labels": LABELS}, lsim.LogitLens(labels="data"))
     with torch.no_grad():
         logits = model(**data).logits.double()
-    own = torch.nn.functional.cross_entropy(logits, LABELS)
-    np.testing.assert_allclose(report["logit_lens"].cross_entropy[-1], own, rtol=0.05)
+    model_loss = torch.nn.functional.cross_entropy(logits, LABELS)
+    np.testing.assert_allclose(report["logit_lens"].cross_entropy[-1], model_loss, rtol=0.05)
 
 
 TOKENS = {
@@ -246,11 +246,11 @@ def test_pool_is_a_mean_over_attended_positions():
     x = torch.randn(2, 3, 5, 4, dtype=torch.float64)
     attended = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [1, 1, 1, 0, 1]]).bool()
     x.masked_fill_(~attended[:, :, None], torch.nan)
-    found = Pool((0, 1), 1)(x, attended)
+    pooled = Pool((0, 1), 1)(x, attended)
     for layer in range(2):
         for row in range(3):
             mean = torch.stack([x[layer, row, n] for n in range(1, 5) if attended[row, n]]).mean(0)
-            torch.testing.assert_close(found[layer, row], torch.cat([x[layer, row, 0], x[layer, row, 1], mean]))
+            torch.testing.assert_close(pooled[layer, row], torch.cat([x[layer, row, 0], x[layer, row, 1], mean]))
 
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
@@ -269,10 +269,10 @@ def test_collapse_of_what_the_head_reads(name):
     vectors = []
     for row in case.rows():
         x = torch.cat(block_outputs(model, case.paths, row))
-        read = {"bert": x[:, 0], "modernbert mean": x.mean(1), "llama": x[:, -1]}
-        read["dinov2"] = torch.cat([x[:, 0], x[:, 1:].mean(1)], -1)
-        read["deit with teacher"] = torch.cat([x[:, 0], x[:, min(1, x.shape[1] - 1)]], -1)
-        vectors.append(read[name])
+        pooled = {"bert": x[:, 0], "modernbert mean": x.mean(1), "llama": x[:, -1]}
+        pooled["dinov2"] = torch.cat([x[:, 0], x[:, 1:].mean(1)], -1)
+        pooled["deit with teacher"] = torch.cat([x[:, 0], x[:, min(1, x.shape[1] - 1)]], -1)
+        vectors.append(pooled[name])
     expected = oracles.oracle_neural_collapse([torch.stack(vectors, 1).numpy()], labels.tolist(), 2)["values"]
     asked = lsim.NeuralCollapse(labels="data", classes=2, pool="head")
     result = called(lsim.analyze, model, case.data(labels=labels), asked, **case.options)["neural_collapse"]
@@ -299,7 +299,7 @@ def test_skipped_blocks_change_the_classes_of_rows(name):
         every = []
         for row in case.rows(4):
             with torch.no_grad():
-                own = model(**row).logits[0].softmax(-1)
+                probabilities = model(**row).logits[0].softmax(-1)
             length = block_outputs(model, case.paths, row)[0].shape[1]
 
             def skip(_module, args, output, length=length):
@@ -309,7 +309,7 @@ def test_skipped_blocks_change_the_classes_of_rows(name):
 
             handle = model.get_submodule(case.paths[skipped]).register_forward_hook(skip)
             with torch.no_grad():
-                every.append(float((own - model(**row).logits[0].softmax(-1)).norm()))
+                every.append(float((probabilities - model(**row).logits[0].softmax(-1)).norm()))
             handle.remove()
         np.testing.assert_allclose(result.probability_change[skipped], np.mean(every), rtol=1e-8)
         # The head also reads the positions at which the block is skipped.

@@ -88,8 +88,8 @@ def test_intervals_files_and_figures_of_ranks(tmp_path):
     lens = report["logit_lens"]
     interval = lens.interval("rank")
     assert bool((interval.low >= 1).all() and (interval.low < lens.rank).all() and (lens.rank < interval.high).all())
-    again = lsim.load(lens.save(tmp_path / "lens.safetensors"))
-    assert torch.equal(again.rank, lens.rank)
+    loaded = lsim.load(lens.save(tmp_path / "lens.safetensors"))
+    assert torch.equal(loaded.rank, lens.rank)
     drawn = [trace.y for trace in lens.plot("rank").data if len(trace.y) == 3]
     np.testing.assert_allclose(drawn[0], lens.rank)
     assert "Rank of the given token" in report.to_html(tmp_path / "page.html").read_text()

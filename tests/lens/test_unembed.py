@@ -16,7 +16,7 @@ from ..running.options import called
 
 
 def heads() -> dict:
-    found = {name: (lambda name=name: build(name)) for name in LAYOUTS}
+    builders = {name: (lambda name=name: build(name)) for name in LAYOUTS}
     for name, config in (("Gemma2", {"final_logit_softcapping": 3.0}), ("Gemma3", {"final_logit_softcapping": 2.0})):
 
         def capped(name=name, config=config):
@@ -24,7 +24,7 @@ def heads() -> dict:
             cls = getattr(transformers, CONFIGS.get(name, f"{name}Config"))
             return getattr(transformers, f"{name}ForCausalLM")(cls(**GROUPED, **config)).eval()
 
-        found[f"{name} with soft-cap"] = capped
+        builders[f"{name} with soft-cap"] = capped
     for name, config in (("Cohere", {"logit_scale": 0.25}), ("Granite", {"logits_scaling": 4.0}), ("Phi", {}), ("Olmo2", {})):
 
         def other(name=name, config=config):
@@ -33,8 +33,8 @@ def heads() -> dict:
                 getattr(transformers, f"{name}Config")(**GROUPED, **config, pad_token_id=0, bos_token_id=1, eos_token_id=2)
             ).eval()
 
-        found[name] = other
-    return found
+        builders[name] = other
+    return builders
 
 
 HEADS = heads()
@@ -50,8 +50,8 @@ def test_the_last_layer_says_what_the_model_says(family):
     result = lsim.analyze(model, tokens, lsim.LogitLens())["logit_lens"]
     with torch.no_grad():
         logits = model(tokens).logits
-    own = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).double(), tokens[:, 1:].flatten())
-    np.testing.assert_allclose(result.cross_entropy[-1], own, rtol=1e-5)
+    model_loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).double(), tokens[:, 1:].flatten())
+    np.testing.assert_allclose(result.cross_entropy[-1], model_loss, rtol=1e-5)
     assert result.kl_to_final[-1] == 0
     assert result.agreement[-1] == 1
     assert (result.kl_to_final[:-1] > 0).all()
@@ -91,8 +91,8 @@ def test_a_bridge_in_compatibility_mode_still_says_what_it_says():
     tokens = random_tokens(4, 12)
     result = lsim.analyze(model, tokens, lsim.LogitLens())["logit_lens"]
     with torch.no_grad():
-        own = torch.nn.functional.cross_entropy(model(tokens)[:, :-1].flatten(0, 1).double(), tokens[:, 1:].flatten())
-    np.testing.assert_allclose(result.cross_entropy[-1], own, rtol=1e-5)
+        model_loss = torch.nn.functional.cross_entropy(model(tokens)[:, :-1].flatten(0, 1).double(), tokens[:, 1:].flatten())
+    np.testing.assert_allclose(result.cross_entropy[-1], model_loss, rtol=1e-5)
 
 
 def test_a_tied_head_and_a_head_with_a_bias():
@@ -105,9 +105,9 @@ def test_a_tied_head_and_a_head_with_a_bias():
     for model in (tied, biased):
         with torch.no_grad():
             logits = model(tokens).logits
-        own = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).double(), tokens[:, 1:].flatten())
+        model_loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).double(), tokens[:, 1:].flatten())
         result = lsim.analyze(model, tokens, lsim.LogitLens())["logit_lens"]
-        np.testing.assert_allclose(result.cross_entropy[-1], own, rtol=1e-5)
+        np.testing.assert_allclose(result.cross_entropy[-1], model_loss, rtol=1e-5)
 
 
 class PartialSums(torch.nn.Linear):
@@ -183,13 +183,13 @@ def test_hooks_on_the_head_see_the_model_and_not_the_lens():
 
 def classifier(family: str):
     torch.manual_seed(0)
-    more = {"num_labels": 3, "pad_token_id": 2}
+    options = {"num_labels": 3, "pad_token_id": 2}
     if family in ("Bert", "Roberta", "MPNet"):
-        small = LAYOUTS["Bert"] | more | ({"max_position_embeddings": 80, "pad_token_id": 1} if family != "Bert" else {})
+        small = LAYOUTS["Bert"] | options | ({"max_position_embeddings": 80, "pad_token_id": 1} if family != "Bert" else {})
         return lively(
             getattr(transformers, f"{family}ForSequenceClassification")(getattr(transformers, f"{family}Config")(**small))
         ).eval()
-    config = getattr(transformers, CONFIGS.get(family, f"{family}Config"))(**(LAYOUTS[family] | more))
+    config = getattr(transformers, CONFIGS.get(family, f"{family}Config"))(**(LAYOUTS[family] | options))
     return lively(getattr(transformers, f"{family}ForSequenceClassification")(config)).eval()
 
 
@@ -199,18 +199,18 @@ def test_classifiers_are_read_where_they_classify(family):
     model = classifier(family)
     rows = [random_tokens(1, n, seed=n)[0] for n in (9, 5, 7, 9)]
     label = torch.tensor([0, 2, 1, NO_LABEL])
-    own = []
+    model_tokens = []
     with torch.no_grad():
         for row, y in zip(rows, label, strict=True):
             logits = model(row[None]).logits[0].double()
-            own.append((float(-logits.log_softmax(0)[y]) if y != NO_LABEL else None, int(logits.argmax())))
+            model_tokens.append((float(-logits.log_softmax(0)[y]) if y != NO_LABEL else None, int(logits.argmax())))
     report = lsim.analyze(
         model, rows, [lsim.LogitLens(labels=label, top_k=(1, 2)), lsim.Saturation(), lsim.ExitCurve(labels=label)]
     )
     lens = report["logit_lens"]
     assert (lens.positions, lens.targets) == (4, 3)
-    np.testing.assert_allclose(lens.cross_entropy[-1], np.mean([ce for ce, _ in own if ce is not None]), rtol=1e-5)
-    right = [said == y for (_, said), y in zip(own, label.tolist(), strict=True) if y != NO_LABEL]
+    np.testing.assert_allclose(lens.cross_entropy[-1], np.mean([ce for ce, _ in model_tokens if ce is not None]), rtol=1e-5)
+    right = [predicted == y for (_, predicted), y in zip(model_tokens, label.tolist(), strict=True) if y != NO_LABEL]
     assert lens.accuracy[-1] == np.mean(right)
     assert report["saturation"].counts.sum() == 4
     assert report["exit_curve"].at(1.0).accuracy == lens.accuracy[-1]
@@ -233,8 +233,8 @@ def test_token_classifiers_are_read_at_every_token(family):
     result = lsim.analyze(model, rows, lsim.LogitLens(labels=labels, top_k=(1,)))["logit_lens"]
     with torch.no_grad():
         logits = torch.cat([model(row[None]).logits[0] for row in rows]).double()
-    own = torch.nn.functional.cross_entropy(logits, torch.cat([labels[0, :1], labels[1], labels[2]]))
-    np.testing.assert_allclose(result.cross_entropy[-1], own, rtol=1e-5)
+    model_loss = torch.nn.functional.cross_entropy(logits, torch.cat([labels[0, :1], labels[1], labels[2]]))
+    np.testing.assert_allclose(result.cross_entropy[-1], model_loss, rtol=1e-5)
     assert result.positions == 19
 
 
@@ -244,15 +244,15 @@ def test_a_head_that_also_reads_the_pooled_output_gives_the_model_s_own_loss():
     tokens = random_tokens(2, 9)
     with torch.no_grad():
         logits = model(tokens).prediction_logits.double()
-    own = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    model_loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
     for opened in (model, lsim.open_model(model, unembed=["cls.predictions"])):
         result = lsim.analyze(opened, tokens, lsim.LogitLens())["logit_lens"]
-        np.testing.assert_allclose(result.cross_entropy[-1], own, rtol=1e-5)
+        np.testing.assert_allclose(result.cross_entropy[-1], model_loss, rtol=1e-5)
 
 
 def test_the_opt_that_projects_out_without_a_norm():
     torch.manual_seed(0)
-    more = {"word_embed_proj_dim": 16, "do_layer_norm_before": False}
-    model = transformers.OPTForCausalLM(transformers.OPTConfig(**(LAYOUTS["OPT"] | more))).eval()
+    options = {"word_embed_proj_dim": 16, "do_layer_norm_before": False}
+    model = transformers.OPTForCausalLM(transformers.OPTConfig(**(LAYOUTS["OPT"] | options))).eval()
     result = lsim.analyze(lively(model), random_tokens(2, 9), lsim.LogitLens())["logit_lens"]
     assert result.unembedding == "lm_head(model.decoder.project_out(x))"

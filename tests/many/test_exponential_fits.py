@@ -116,8 +116,8 @@ def test_each_label_of_another_axis_has_a_fit_and_updates_are_numbered_by_their_
 
 def test_untrained_models_have_a_fit_of_their_mean():
     twins = (curve(3 * np.exp(0.1 * np.arange(7))), curve(5 * np.exp(0.1 * np.arange(7))))
-    both = dataclasses.replace(curve(2 * np.exp(0.3 * np.arange(7))), untrained=twins)
-    fit = lsim.many.exponential_fit(both)
+    with_twins = dataclasses.replace(curve(2 * np.exp(0.3 * np.arange(7))), untrained=twins)
+    fit = lsim.many.exponential_fit(with_twins)
     assert fit["weights"].values.tolist() == ["trained", "untrained"]
     np.testing.assert_allclose(fit["amplitude"], [2, 4])
     np.testing.assert_allclose(fit["rate"], [0.3, 0.1])
@@ -154,7 +154,7 @@ def test_equations_over_modules_say_where_l_counts_from():
 def test_what_has_no_fit_is_refused():
     result = from_views(lsim.Trajectory(), [view(residuals(1))])
     cosine = from_views(lsim.Cosine(center="none"), [view(residuals(1))])
-    for given, options, match in (
+    for curves, options, match in (
         (curve([1.0, 2.0]), {}, r"`field`.*'values'.*\b2 sites"),
         (curve([1.0, 2.0, 3.0]), {"sites": slice(1, None)}, r"`field`.*'values'.*\b2 sites"),
         (result, {"field": "lss_mean"}, r"`field`.*'lss_mean'.*\b0 sites"),
@@ -163,7 +163,7 @@ def test_what_has_no_fit_is_refused():
         ([1.0, 2.0], {}, "`given`"),
     ):
         with pytest.raises(lsim.LayersimError, match=match):
-            lsim.many.exponential_fit(given, **options)
+            lsim.many.exponential_fit(curves, **options)
     with pytest.raises(lsim.LayersimError, match="quantile"):
         fit_figure(lsim.many.exponential_fit(result, "norm_quantiles"))
 
@@ -175,8 +175,8 @@ def test_values_that_change_their_sign_have_the_best_of_several_optima():
     for rate in np.linspace(-3, 3, 6001):
         e = np.exp(rate * x)
         errors.append(((y - (e @ y) / (e @ e) * e) ** 2).sum())
-    found = lsim.many.exponential_fit(xarray.DataArray(y, dims="residual", coords={"residual": [str(n) for n in range(9)]}))
-    assert found["r_squared"].item() == pytest.approx(1 - min(errors) / ((y - y.mean()) ** 2).sum(), abs=1e-5)
+    fit = lsim.many.exponential_fit(xarray.DataArray(y, dims="residual", coords={"residual": [str(n) for n in range(9)]}))
+    assert fit["r_squared"].item() == pytest.approx(1 - min(errors) / ((y - y.mean()) ** 2).sum(), abs=1e-5)
     # As steep as a number allows: no optimum within reach is no error.
     steep = xarray.DataArray([0.0] * 8 + [9.0], dims="residual", coords={"residual": [str(n) for n in range(9)]})
     assert lsim.many.exponential_fit(steep)["linear_r_squared"].item() > 0
@@ -186,8 +186,8 @@ def test_values_that_change_their_sign_have_the_best_of_several_optima():
 def test_the_steepest_curve_goes_through_one_end(y):
     # The least squares are those of a curve that is 0 at all sites but the first or the last one.
     squares = np.square(y)
-    rest = squares.sum() - max(squares[0], squares[-1])
-    expected = 1 - rest / np.square(np.array(y) - np.mean(y)).sum()
+    residual_squares = squares.sum() - max(squares[0], squares[-1])
+    expected = 1 - residual_squares / np.square(np.array(y) - np.mean(y)).sum()
     assert lsim.many.exponential_fit(curve(y))["r_squared"].item() == pytest.approx(expected, abs=1e-6)
 
 

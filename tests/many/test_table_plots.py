@@ -51,8 +51,8 @@ def test_a_line_for_each_layer_over_steps(reports, table):
     assert lines[1].y[2] == reports[30]["cosine"].to_last[median, 1]
     # Bands of four lines would hide one another: the intervals are where the pointer is.
     assert bands(figure) == []
-    own = reports[30]["cosine"].interval("to_last")
-    low, high = (float(end[median, 1]) for end in (own.low, own.high))
+    interval = reports[30]["cosine"].interval("to_last")
+    low, high = (float(end[median, 1]) for end in (interval.low, interval.high))
     assert lines[1].customdata[2] == ["30", f" ({low:.4f} to {high:.4f})"]
     assert len({line.line.color for line in lines}) == 4
 
@@ -63,8 +63,11 @@ def test_one_number_for_each_run_is_one_line_with_its_band(reports, table):
     assert list(line.y) == [float(reports[step]["trajectory"].lss_mean) for step in STEPS]
     assert figure.layout.title.text == "Own"
     [band] = bands(figure)
-    own = [reports[step]["trajectory"].interval("lss_mean") for step in STEPS]
-    assert list(band.y) == [*(float(one.high) for one in own), *(float(one.low) for one in reversed(own))]
+    intervals = [reports[step]["trajectory"].interval("lss_mean") for step in STEPS]
+    assert list(band.y) == [
+        *(float(interval.high) for interval in intervals),
+        *(float(interval.low) for interval in reversed(intervals)),
+    ]
     alone = lsim.plot(table["trajectory"]["lss_mean"])
     assert list(drawn(alone)[0].y) == list(line.y)
     assert bands(alone) == []
@@ -73,13 +76,13 @@ def test_one_number_for_each_run_is_one_line_with_its_band(reports, table):
 def test_coupling_has_neighbours_and_random_vectors(reports, table):
     lines = drawn(lsim.plot(table["block_coupling"], "mean_coupling"))
     assert [line.name for line in lines] == ["all pairs", "neighbours", "random vectors"]
-    each = [reports[step]["block_coupling"] for step in STEPS]
-    assert list(lines[0].y) == [one.mean() for one in each]
-    assert list(lines[1].y) == [one.neighbours() for one in each]
-    assert list(lines[2].y) == [one.mean("null_coupling") for one in each]
+    results = [reports[step]["block_coupling"] for step in STEPS]
+    assert list(lines[0].y) == [result.mean() for result in results]
+    assert list(lines[1].y) == [result.neighbours() for result in results]
+    assert list(lines[2].y) == [result.mean("null_coupling") for result in results]
     # As the interval of the mean.
-    own = each[1].interval(lambda one: one.mean())
-    assert float(table["block_coupling"]["mean_coupling_high"].sel(step=1, pair_kind="all pairs")) == float(own.high)
+    interval = results[1].interval(lambda result: result.mean())
+    assert float(table["block_coupling"]["mean_coupling_high"].sel(step=1, pair_kind="all pairs")) == float(interval.high)
 
 
 @pytest.mark.heavy("many runs")

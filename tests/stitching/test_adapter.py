@@ -41,8 +41,8 @@ class TestAdapter:
         centre = 0 if kind == "linear" else target.mean(0)
         r2 = 1 - ((target - fit) ** 2).sum() / ((target - centre) ** 2).sum()
         adapter = lsim.stitching.Adapter(kind, weight, bias)
-        ours = adapter(torch.as_tensor(x)).numpy() - (y - target)
-        np.testing.assert_allclose(ours, fit, atol=1e-9)
+        residual = adapter(torch.as_tensor(x)).numpy() - (y - target)
+        np.testing.assert_allclose(residual, fit, atol=1e-9)
         assert explained == pytest.approx(r2, abs=1e-10)
 
     def test_ridge_is_the_formula(self):

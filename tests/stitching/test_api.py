@@ -55,11 +55,11 @@ class TestNumbers:
         with torch.no_grad():
             x = gpt2_parts(front, tokens)[blocks[0]]
             stitched = next_token_loss(gpt2_upper(back, x, blocks[1]), tokens)
-            own = next_token_loss(back(tokens).logits, tokens)
+            own_loss = next_token_loss(back(tokens).logits, tokens)
             hits = (gpt2_upper(back, x, blocks[1])[:, :-1].argmax(-1) == tokens[:, 1:]).double().mean()
         assert result.loss == pytest.approx(stitched, abs=1e-9)
-        assert result.back_loss == pytest.approx(own, abs=1e-9)
-        assert result.penalty == pytest.approx(stitched - own, abs=1e-9)
+        assert result.back_loss == pytest.approx(own_loss, abs=1e-9)
+        assert result.penalty == pytest.approx(stitched - own_loss, abs=1e-9)
         assert result.accuracy == pytest.approx(float(hits))
         assert result.accuracy_penalty == pytest.approx(result.back_accuracy - float(hits))
 
@@ -108,11 +108,11 @@ class TestNumbers:
         )
         with torch.no_grad():
             hidden = [gpt2_parts(front, tokens[i : i + 4])[2] for i in (0, 4)]
-            theirs = gpt2_parts(back, tokens[:4])[1].numpy()
+            back_hidden = gpt2_parts(back, tokens[:4])[1].numpy()
         unit = 1.0
         size = 1.0
         if relative:
-            unit = float(np.exp(np.log(np.sqrt((theirs**2).mean(-1))).mean()))
+            unit = float(np.exp(np.log(np.sqrt((back_hidden**2).mean(-1))).mean()))
             u = hidden[0].numpy()
             u = (u - u.mean(-1, keepdims=True)) / np.sqrt(u.var(-1, keepdims=True) + 1e-5) if kind == "affine-norm" else u
             size = float(np.exp(np.log(np.sqrt((u**2).mean(-1))).mean()))
@@ -198,11 +198,11 @@ class TestNumbers:
     @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_skipped_positions_are_fitted_and_not_counted(self):
         model = tiny_llama()
-        other = tiny_llama(seed=1)
+        back = tiny_llama(seed=1)
         tokens = rows(20, 10)
-        all_of_it = lsim.stitch(model, other, lsim.Data(tokens, batch_size=4), at=(0, 0), adapter="linear", fit="lstsq")
+        all_of_it = lsim.stitch(model, back, lsim.Data(tokens, batch_size=4), at=(0, 0), adapter="linear", fit="lstsq")
         later = lsim.stitch(
-            model, other, lsim.Data(tokens, batch_size=4, skip_first=4), at=(0, 0), adapter="linear", fit="lstsq"
+            model, back, lsim.Data(tokens, batch_size=4, skip_first=4), at=(0, 0), adapter="linear", fit="lstsq"
         )
         torch.testing.assert_close(all_of_it.weight, later.weight)
         assert int(all_of_it.text_tokens.sum()) == 4 * 9
@@ -211,10 +211,10 @@ class TestNumbers:
     @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_held_out_rows_do_not_depend_on_the_batch_size(self):
         model = tiny_llama()
-        other = tiny_llama(seed=1)
+        back = tiny_llama(seed=1)
         tokens = rows(37)
         sizes = [
-            lsim.stitch(model, other, lsim.Data(tokens, batch_size=n), at=(0, 0), adapter="linear", fit="lstsq")
+            lsim.stitch(model, back, lsim.Data(tokens, batch_size=n), at=(0, 0), adapter="linear", fit="lstsq")
             for n in (1, 5, 37)
         ]
         for result in sizes[1:]:
@@ -225,28 +225,28 @@ class TestNumbers:
     @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_the_last_fifth_is_held_out(self):
         model = tiny_llama()
-        other = tiny_llama(seed=1)
+        back = tiny_llama(seed=1)
         tokens = rows(40, 10)
-        result = lsim.stitch(model, other, lsim.Data(tokens, batch_size=4), at=(0, 0), adapter="linear", fit="lstsq")
+        result = lsim.stitch(model, back, lsim.Data(tokens, batch_size=4), at=(0, 0), adapter="linear", fit="lstsq")
         apart = lsim.stitch(
-            model, other, lsim.Data(tokens[:32], batch_size=4), at=(0, 0), adapter="linear", fit="lstsq", eval_data=tokens[32:]
+            model, back, lsim.Data(tokens[:32], batch_size=4), at=(0, 0), adapter="linear", fit="lstsq", eval_data=tokens[32:]
         )
         assert torch.equal(result.weight, apart.weight)
         assert result.penalty == apart.penalty
-        again = lsim.stitch(model, other, lsim.Data(tokens[32:], batch_size=4), at=(0, 0), adapter=apart.adapter)
-        assert again.penalty == apart.penalty
-        assert again.fit == ""
+        evaluated = lsim.stitch(model, back, lsim.Data(tokens[32:], batch_size=4), at=(0, 0), adapter=apart.adapter)
+        assert evaluated.penalty == apart.penalty
+        assert evaluated.fit == ""
 
     @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_evaluation_data_is_read_as_the_data_or_by_options_of_its_own(self):
         model = tiny_llama()
-        other = tiny_llama(seed=1)
+        back = tiny_llama(seed=1)
         tokens = rows(40, 10)
         data = lsim.Data(tokens[:32], batch_size=4, skip_first=2)
         options = {"at": (0, 0), "adapter": "linear", "fit": "lstsq"}
-        like = lsim.stitch(model, other, data, eval_data=tokens[32:], **options)
-        for own, count in ((lsim.Data(tokens[32:]), 8 * 9), (lsim.Data(tokens[32:], positions=slice(2, 5)), 8 * 3)):
-            result = lsim.stitch(model, other, data, eval_data=own, **options)
+        like = lsim.stitch(model, back, data, eval_data=tokens[32:], **options)
+        for eval_data, count in ((lsim.Data(tokens[32:]), 8 * 9), (lsim.Data(tokens[32:], positions=slice(2, 5)), 8 * 3)):
+            result = lsim.stitch(model, back, data, eval_data=eval_data, **options)
             assert torch.equal(result.weight, like.weight)
             assert int(result.text_tokens.sum()) == count
         assert int(like.text_tokens.sum()) == 8 * 7
@@ -283,15 +283,15 @@ class TestNumbers:
     @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_labels_of_ones_own(self):
         model = tiny_gpt2(0)
-        other = tiny_gpt2(1)
+        back = tiny_gpt2(1)
         tokens = rows(6, 8)
         shifted = torch.full_like(tokens, -100)
         shifted[:, :-1] = tokens[:, 1:]
-        usual = lsim.stitch(model, other, tokens, at=(0, 0), adapter="identity")
-        table = lsim.stitch(model, other, tokens, at=(0, 0), adapter="identity", labels=shifted)
+        usual = lsim.stitch(model, back, tokens, at=(0, 0), adapter="identity")
+        table = lsim.stitch(model, back, tokens, at=(0, 0), adapter="identity", labels=shifted)
         assert usual.loss == table.loss
         shifted[:, :4] = -100
-        fewer = lsim.stitch(model, other, tokens, at=(0, 0), adapter="identity", labels=shifted)
+        fewer = lsim.stitch(model, back, tokens, at=(0, 0), adapter="identity", labels=shifted)
         assert int(fewer.text_tokens.sum()) == 6 * 3
 
     def test_the_interval_does_not_depend_on_the_batch_size(self):
@@ -321,15 +321,15 @@ class TestNumbers:
         blocks = [counted[start : start + size] for start in range(0, len(counted), size)]
         without = []
         for left_out in range(len(blocks)):
-            rest = [pair for number, block in enumerate(blocks) if number != left_out for pair in block]
-            without.append(sum(s for s, _ in rest) / sum(n for _, n in rest))
+            remaining = [pair for number, block in enumerate(blocks) if number != left_out for pair in block]
+            without.append(sum(s for s, _ in remaining) / sum(n for _, n in remaining))
         mean = sum(s for s, _ in counted) / sum(n for _, n in counted)
         assert value == pytest.approx(mean, abs=1e-9)
         # Blocks that change nothing have no degree of freedom.
-        if all(abs(one - mean) > 1e-6 for one in without):
+        if all(abs(estimate - mean) > 1e-6 for estimate in without):
             g = len(blocks)
             middle = sum(without) / g
-            margin = t.ppf(0.95, g - 1) * math.sqrt((g - 1) / g * sum((one - middle) ** 2 for one in without))
+            margin = t.ppf(0.95, g - 1) * math.sqrt((g - 1) / g * sum((estimate - middle) ** 2 for estimate in without))
             assert low <= value - margin + 1e-9 * (1 + abs(margin))
             assert high >= value + margin - 1e-9 * (1 + abs(margin))
 

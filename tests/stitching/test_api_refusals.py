@@ -50,7 +50,7 @@ class TestRefusals:
 
         plain = LocalSplitModel.loss_and_gradient
         losses = iter(values)
-        monkeypatch.setattr(LocalSplitModel, "loss_and_gradient", lambda self, *given: (next(losses), plain(self, *given)[1]))
+        monkeypatch.setattr(LocalSplitModel, "loss_and_gradient", lambda self, *args: (next(losses), plain(self, *args)[1]))
 
     @pytest.mark.light("10-nan")
     @pytest.mark.parametrize("bad", [math.nan, math.inf, 11.0])
@@ -58,26 +58,26 @@ class TestRefusals:
     def test_an_exploding_loss_stops_and_keeps_the_best(self, monkeypatch, bad, good):
         from tl_layersim.stitching.fitting import StitchDescent
 
-        seen = {}
+        weights_at = {}
         plain = StitchDescent.apply
 
         def noted(self):
             plain(self)
-            seen[self.step] = self.parameters["weight"].detach().clone()
+            weights_at[self.step] = self.parameters["weight"].detach().clone()
 
         monkeypatch.setattr(StitchDescent, "apply", noted)
         options = {"at": (0, 0), "fit": "sgd", "adapter": "affine-norm"}
         self.losses(monkeypatch, [*([5.0] * 25 + [4.0] * 25 + [4.5] * 10)[:good], bad])
         settings = lsim.stitching.StitchTraining(steps=80, warmup=10, relative=False)
-        kept = "the best adapter" if good == 60 else "the initial adapter"
-        with pytest.warns(lsim.LayersimWarning, match=rf"exploded at step {good + 1} of 80.*holds {kept}"):
+        outcome = "the best adapter" if good == 60 else "the initial adapter"
+        with pytest.warns(lsim.LayersimWarning, match=rf"exploded at step {good + 1} of 80.*holds {outcome}"):
             result = lsim.stitch(
                 tiny_llama(), tiny_llama(seed=1), lsim.Data(rows(), batch_size=6), training=settings, **options
             )
         assert result.stopped == good + 1
         assert len(result.curve) == good + 1
         # The best window ended with step 50; before the first one is over there is only the start, which is zero here.
-        expected = seen[50] if good == 60 else torch.zeros(32, 32)
+        expected = weights_at[50] if good == 60 else torch.zeros(32, 32)
         assert torch.equal(result.weight.float(), expected.float())
 
     @pytest.mark.heavy("seconds, where faster tests reach the same")
@@ -91,8 +91,8 @@ class TestRefusals:
         options = {"at": (0, 0), "labels": labels}
         wild = lsim.stitching.StitchTraining(steps=steps, lr=1e5, warmup=0)
         # The initial adapter changes nothing. Losses are of all eight batches: four fifths of the rows.
-        own = torch.nn.functional.cross_entropy(logits[:160].flatten(0, 1), labels[:160].flatten())
-        match = rf"higher loss.* {float(own):.4g} \(the initial adapter\).*StitchTraining\(lr=1\)"
+        initial_loss = torch.nn.functional.cross_entropy(logits[:160].flatten(0, 1), labels[:160].flatten())
+        match = rf"higher loss.* {float(initial_loss):.4g} \(the initial adapter\).*StitchTraining\(lr=1\)"
         data = lsim.Data(tokens, batch_size=20)
         with pytest.warns(lsim.LayersimWarning, match=match):
             result = lsim.stitch(model, model, data, fit="sgd", adapter="affine-norm", training=wild, **options)
@@ -124,13 +124,13 @@ class TestRefusals:
     @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_layers_by_name(self):
         model = tiny_llama()
-        other = tiny_llama(seed=1)
-        expected = lsim.stitch(model, other, rows(), at=(0, 1), adapter="identity")
+        back = tiny_llama(seed=1)
+        expected = lsim.stitch(model, back, rows(), at=(0, 1), adapter="identity")
         for at in (
             ("blocks.0.hook_resid_post", "blocks.1.hook_resid_post"),
             ("blocks.1.hook_resid_pre", "blocks.2.hook_resid_pre"),
         ):
-            assert lsim.stitch(model, other, rows(), at=at, adapter="identity").penalty == expected.penalty
+            assert lsim.stitch(model, back, rows(), at=at, adapter="identity").penalty == expected.penalty
         assert expected.layers == ("blocks.0.hook_resid_post", "blocks.1.hook_resid_post")
 
     @pytest.mark.heavy("trains three times")
@@ -237,16 +237,16 @@ class TestRefusals:
         from transformers import GPT2Config, GPT2LMHeadModel
 
         plain = tiny_llama()
-        other = tiny_llama(seed=1)
+        other_tokenizer_model = tiny_llama(seed=1)
         broken = tiny_llama()
         plain.tokenizer = tiny_tokenizer()
-        other.tokenizer = tiny_tokenizer(90)
+        other_tokenizer_model.tokenizer = tiny_tokenizer(90)
         with torch.no_grad():
             broken.model.layers[2].mlp.down_proj.weight.fill_(torch.nan)
         short = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=100, n_positions=8)).eval()
         unread = lsim.open_model(Unread(), layers=["steps.0", "steps.1"])
         for front, back, data, at, match in (
-            (plain, other, rows(), (0, 0), r"'w9\d' has id 9\d in "),
+            (plain, other_tokenizer_model, rows(), (0, 0), r"'w9\d' has id 9\d in "),
             (tiny_gpt2(), short, rows(), (0, 0), r"\b16\b.* 8\b"),
             (short, tiny_gpt2(), rows(), (0, 0), r"\b16\b.* 8\b"),
             *((plain, plain, nothing, (0, 0), "`data`") for nothing in ([], torch.zeros(3, 1, dtype=torch.int64), [[5]])),

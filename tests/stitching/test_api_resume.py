@@ -29,26 +29,28 @@ class TestInterrupts:
         plain = LocalSplitModel.loss_and_gradient
         calls = []
 
-        def interrupted(self, *given):
+        def interrupted(self, *args):
             if len(calls) == after:
                 raise KeyboardInterrupt
             calls.append(1)
-            return plain(self, *given)
+            return plain(self, *args)
 
         monkeypatch.setattr(LocalSplitModel, "loss_and_gradient", interrupted)
         path = tmp_path / "stitch.safetensors"
         with pytest.raises(KeyboardInterrupt):
             lsim.stitch(front, back, self.DATA, checkpoint=path, **self.OPTIONS)
-        again = []
-        monkeypatch.setattr(LocalSplitModel, "loss_and_gradient", lambda self, *given: again.append(1) or plain(self, *given))
+        steps_after = []
+        monkeypatch.setattr(
+            LocalSplitModel, "loss_and_gradient", lambda self, *args: steps_after.append(1) or plain(self, *args)
+        )
         result = lsim.stitch(front, back, self.DATA, checkpoint=path, **self.OPTIONS)
-        assert len(again) == 30 - after
+        assert len(steps_after) == 30 - after
         for name in result.tensor_fields():
             assert torch.equal(getattr(result, name), getattr(whole, name)), name
         assert result.explained == whole.explained
         # And what is done is not done again.
         lsim.stitch(front, back, self.DATA, checkpoint=path, **self.OPTIONS)
-        assert len(again) == 30 - after
+        assert len(steps_after) == 30 - after
 
     @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_another_call_is_refused(self, tmp_path):
@@ -81,13 +83,13 @@ class TestInterrupts:
         lsim.stitch(
             front, back, rows(), at=(0, 0), adapter=lsim.stitching.Adapter("affine", weight, torch.zeros(32)), checkpoint=path
         )
-        for other in (
+        for adapter in (
             lsim.stitching.Adapter("affine", weight.T.contiguous(), torch.zeros(32)),
             lsim.stitching.Adapter("affine", weight, torch.ones(32)),
             lsim.stitching.Adapter("linear", weight),
         ):
             with pytest.raises(lsim.LayersimError, match="belongs to another run"):
-                lsim.stitch(front, back, rows(), at=(0, 0), adapter=other, checkpoint=path)
+                lsim.stitch(front, back, rows(), at=(0, 0), adapter=adapter, checkpoint=path)
 
     @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_calls_with_other_targets_or_held_out_rows_are_told_apart(self, tmp_path):
@@ -118,8 +120,8 @@ class TestInterrupts:
         options = {"layers": [0], "adapter": "identity"}
         plain = lsim.stitch_grid(models, rows(4), **options)
         for _ in range(2):
-            kept = lsim.stitch_grid(models, rows(4), checkpoint=tmp_path / "grid", **options)
-            assert torch.equal(kept.values, plain.values)
+            checkpointed = lsim.stitch_grid(models, rows(4), checkpoint=tmp_path / "grid", **options)
+            assert torch.equal(checkpointed.values, plain.values)
 
     @pytest.mark.heavy("many trainings")
     def test_trouble_after_the_training_loses_nothing(self, tmp_path, monkeypatch):
@@ -130,7 +132,7 @@ class TestInterrupts:
         path = tmp_path / "stitch.safetensors"
         whole = lsim.stitch(front, back, self.DATA, **self.OPTIONS)
 
-        def interrupted(*given):
+        def interrupted(*args):
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
@@ -148,7 +150,7 @@ class TestInterrupts:
 
         calls = []
         plain = LocalSplitModel.loss_and_gradient
-        monkeypatch.setattr(LocalSplitModel, "loss_and_gradient", lambda self, *given: calls.append(1) or plain(self, *given))
+        monkeypatch.setattr(LocalSplitModel, "loss_and_gradient", lambda self, *args: calls.append(1) or plain(self, *args))
         bad = random_tokens(4, 16)
         bad[-1, -1] = 5000
         data = {"input_ids": rows()}
@@ -172,17 +174,17 @@ class TestInterrupts:
         plain = LocalSplitModel.loss_and_gradient
         calls = []
 
-        def interrupted(self, *given):
+        def interrupted(self, *args):
             if len(calls) == 18:
                 raise KeyboardInterrupt
             calls.append(1)
-            return plain(self, *given)
+            return plain(self, *args)
 
         monkeypatch.setattr(LocalSplitModel, "loss_and_gradient", interrupted)
         path = tmp_path / "grid.safetensors"
         with pytest.raises(KeyboardInterrupt):
             lsim.stitch_grid(models, data, checkpoint=path, **options)
-        monkeypatch.setattr(LocalSplitModel, "loss_and_gradient", lambda self, *given: calls.append(1) or plain(self, *given))
+        monkeypatch.setattr(LocalSplitModel, "loss_and_gradient", lambda self, *args: calls.append(1) or plain(self, *args))
         result = lsim.stitch_grid(models, data, checkpoint=path, **options)
         assert len(calls) == 8 * 4
         for name in result.tensor_fields():

@@ -55,12 +55,12 @@ class TestClassifiers:
             assert abs(result.penalty) < 1e-6
         result = lsim.stitch(base, tuned, lsim.Data(data, batch_size=8), at=(2, 2), adapter="identity")
         with torch.no_grad():
-            own = tuned(tokens).logits
+            back_logits = tuned(tokens).logits
             swapped = copy.deepcopy(tuned)
             layers = swapped.bert.encoder.layer if name == "bert" else swapped.model.layers
             layers[2] = (base.bert.encoder.layer if name == "bert" else base.model.layers)[2]
             stitched = swapped(tokens).logits
-        assert result.back_accuracy == pytest.approx(float((own.argmax(-1) == classes).double().mean()))
+        assert result.back_accuracy == pytest.approx(float((back_logits.argmax(-1) == classes).double().mean()))
         assert result.accuracy == pytest.approx(float((stitched.argmax(-1) == classes).double().mean()))
         assert result.loss == pytest.approx(float(torch.nn.functional.cross_entropy(stitched, classes)), abs=1e-5)
         assert int(result.text_tokens.sum()) == 30
@@ -106,9 +106,9 @@ class TestClassifiers:
             "text": [" ".join(f"w{3 + (7 * i + j) % 90}" for j in range(2 + i % 6)) for i in range(20)],
             "label": [i % 3 for i in range(20)],
         }
-        one, many = (lsim.stitch(base, tuned, lsim.Data(data, batch_size=n), at=(1, 1), adapter="identity") for n in (1, 20))
-        assert many.loss == pytest.approx(one.loss, abs=1e-6)
-        assert many.back_loss == pytest.approx(one.back_loss, abs=1e-6)
+        single, many = (lsim.stitch(base, tuned, lsim.Data(data, batch_size=n), at=(1, 1), adapter="identity") for n in (1, 20))
+        assert many.loss == pytest.approx(single.loss, abs=1e-6)
+        assert many.back_loss == pytest.approx(single.back_loss, abs=1e-6)
 
     def test_classes_of_tokens(self):
         import transformers
@@ -124,8 +124,8 @@ class TestClassifiers:
         result = lsim.stitch(*models, data, at=(0, 0), adapter="identity")
         assert result.provenance.options["labels"] == "data"
         with torch.no_grad():
-            own = models[1](rows(4)).logits
-        expected = torch.nn.functional.cross_entropy(own.reshape(-1, 120), (rows(4) + 10).reshape(-1))
+            back_logits = models[1](rows(4)).logits
+        expected = torch.nn.functional.cross_entropy(back_logits.reshape(-1, 120), (rows(4) + 10).reshape(-1))
         assert result.back_loss == pytest.approx(float(expected), abs=1e-6)
 
     def test_models_without_a_head_or_that_see_their_targets(self):
@@ -144,16 +144,16 @@ class TestHeadsThatPool:
         back = case.build(1)
         data = case.data(labels=classes)
         result = lsim.stitch(front, back, lsim.Data(data, batch_size=3), at=(1, 1), adapter="identity", eval_data=data)
-        own = []
+        back_logits = []
         stitched = []
         for row in case.rows():
             second = block_outputs(front, case.paths, row)[1]
             block = back.get_submodule(case.paths[1])
-            own.append(layer_logits(back, case.paths, row)[-1])
+            back_logits.append(layer_logits(back, case.paths, row)[-1])
             handle = block.register_forward_hook(lambda _m, _a, output, x=second: replaced(output, x))
             with torch.no_grad():
                 stitched.append(back(**row).logits)
             handle.remove()
         cross_entropy = torch.nn.functional.cross_entropy
-        assert result.back_loss == pytest.approx(float(cross_entropy(torch.cat(own), classes)), rel=1e-9)
+        assert result.back_loss == pytest.approx(float(cross_entropy(torch.cat(back_logits), classes)), rel=1e-9)
         assert result.loss == pytest.approx(float(cross_entropy(torch.cat(stitched), classes)), rel=1e-9)

@@ -35,13 +35,13 @@ class TestEveryKind:
     @pytest.mark.heavy("seconds, where faster tests reach the same")
     @pytest.mark.parametrize("kind", ["bridge", "nnsight", "wrapped", "hooked"])
     def test_training_through_it(self, kind):
-        plain, other = (
+        plain, remote_grid = (
             lsim.stitch(
                 tiny_gpt2(0), back, lsim.Data(rows(), batch_size=4), at=(1, 1), adapter="affine-norm", fit="sgd", training=QUICK
             )
             for back in (tiny_gpt2(1), gpt2_of_kind(kind, 1))
         )
-        np.testing.assert_allclose(other.curve, plain.curve, atol=2e-5)
+        np.testing.assert_allclose(remote_grid.curve, plain.curve, atol=2e-5)
 
     @pytest.mark.heavy("seconds, where faster tests reach the same")
     @pytest.mark.parametrize("kind", ["bridge", "nnsight", "wrapped", "hooked"])
@@ -50,10 +50,10 @@ class TestEveryKind:
         result = lsim.stitch(gpt2_of_kind(kind, 0), gpt2_of_kind(kind, 1), tokens, at=(1, 0), adapter="identity")
         plain = lsim.stitch(tiny_gpt2(0), tiny_gpt2(1), tokens, at=(1, 0), adapter="identity")
         with torch.no_grad():
-            ours = result.model(tokens)
-            theirs = plain.model(tokens)
-        ours = getattr(ours, "logits", ours)
-        torch.testing.assert_close(ours, theirs.logits, rtol=1e-4, atol=1e-5)
+            stitched_logits = result.model(tokens)
+            plain_output = plain.model(tokens)
+        stitched_logits = getattr(stitched_logits, "logits", stitched_logits)
+        torch.testing.assert_close(stitched_logits, plain_output.logits, rtol=1e-4, atol=1e-5)
         lens = lsim.analyze(result.model, tokens, [lsim.LogitLens()])["logit_lens"]
         assert float(lens.cross_entropy[-1]) == pytest.approx(result.loss, abs=1e-5)
         assert lens.layers == ("blocks.1.hook_resid_pre", "blocks.1.hook_resid_post", "blocks.2.hook_resid_post")
@@ -92,7 +92,9 @@ class TestEveryKind:
             "a": lsim.open_model(here["a"], layers=[f"transformer.h.{i}" for i in range(2)]),
             "b": lsim.open_model(gpt2_of_kind("nnsight", 1), remote="local"),
         }
-        plain, mixed = (lsim.stitch_grid(made, rows(4, 8), layers=[0, 1], adapter="identity") for made in (here, there))
+        plain, mixed = (
+            lsim.stitch_grid(grid_models, rows(4, 8), layers=[0, 1], adapter="identity") for grid_models in (here, there)
+        )
         torch.testing.assert_close(mixed.loss, plain.loss, rtol=0, atol=1e-6)
 
     @pytest.mark.heavy("a simulated server")

@@ -23,10 +23,10 @@ class TestNothingElseChanges:
         list(back.parameters())[3].requires_grad_(False)
         flags = [[p.requires_grad for p in m.parameters()] for m in (front, back)]
         sums = [[float(p.detach().double().sum()) for p in m.parameters()] for m in (front, back)]
-        more = {} if kind == "identity" else {"fit": "lstsq+sgd", "training": QUICK}
+        options = {} if kind == "identity" else {"fit": "lstsq+sgd", "training": QUICK}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", lsim.LayersimWarning)
-            lsim.stitch(front, back, lsim.Data(rows(), batch_size=6), at=(1, 1), adapter=kind, **more)
+            lsim.stitch(front, back, lsim.Data(rows(), batch_size=6), at=(1, 1), adapter=kind, **options)
         assert front.training
         for model, flag, total in zip((front, back), flags, sums, strict=True):
             assert all(p.grad is None for p in model.parameters())
@@ -58,11 +58,11 @@ class TestNothingElseChanges:
         for number, block in enumerate(back.model.layers):
             block.mlp.register_forward_hook(lambda *_, n=number: runs.update({n: runs[n] + 1}))
         split_model = open_split_model(back)
-        other = open_split_model(front)
+        front_split = open_split_model(front)
         batches = lsim_batches(rows(4))
         split_model.tuples()
         runs.update(dict.fromkeys(runs, 0))
-        split_model.loss_and_gradient(batches[0], batches[0].next_tokens, 3, other.hidden(batches[0], 3))
+        split_model.loss_and_gradient(batches[0], batches[0].next_tokens, 3, front_split.hidden(batches[0], 3))
         assert runs == {0: 0, 1: 0, 2: 0, 3: 1}
 
     def test_the_front_runs_once_a_batch(self, monkeypatch):
@@ -80,9 +80,9 @@ class TestNothingElseChanges:
         result = lsim.stitch(
             front, back, lsim.Data(rows(20), batch_size=4), at=(0, 0), adapter="affine-norm", fit="sgd", training=QUICK
         )
-        own = result.provenance.weights_hash.split(" | ")[0]
+        weights_hash = result.provenance.weights_hash.split(" | ")[0]
         # Four batches of the fit, and one of the evaluation.
-        assert calls.count(own) == 4 + 1
+        assert calls.count(weights_hash) == 4 + 1
 
     @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_inside_a_users_own_contexts(self):

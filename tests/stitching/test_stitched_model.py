@@ -28,8 +28,8 @@ class TestStitchedModel:
         with torch.no_grad():
             for _ in range(6):
                 expected = torch.cat([expected, result.model(expected).logits[:, -1:].argmax(-1)], 1)
-        made = result.model.generate(tokens, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=2)
-        assert torch.equal(made, expected)
+        generated = result.model.generate(tokens, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=2)
+        assert torch.equal(generated, expected)
         text = result.model.generate("w5 w6", max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=2)
         assert text.startswith("w5 w6")
 
@@ -46,10 +46,10 @@ class TestStitchedModel:
         alone = result.model.generate(tokens, max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=2)
         padded = torch.cat([torch.full((1, 3), 2), tokens], 1)
         mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])
-        made = result.model.generate(
+        generated = result.model.generate(
             padded, attention_mask=mask, max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=2
         )
-        assert torch.equal(made[:, 3:], alone)
+        assert torch.equal(generated[:, 3:], alone)
 
     @pytest.mark.light("('gpt2', 'gpt2')")
     @pytest.mark.parametrize("kinds", [("gpt2", "gpt2"), ("gpt2", "llama"), ("llama", "gpt2")])
@@ -82,15 +82,15 @@ class TestStitchedModel:
             twice = lsim.stitch(model, model, tokens, at=at, adapter=turn).model
             apart = lsim.stitch(model, copy.deepcopy(model), tokens, at=at, adapter=turn).model
             analyzers = [lsim.CKA(minibatch=32), lsim.LogitLens(), lsim.BlockCoupling(k=3)]
-            one, other = (lsim.analyze(m, tokens, analyzers) for m in (twice, apart))
-            for name in one:
-                for field in one[name].tensor_fields():
-                    a = getattr(one[name], field)
-                    b = getattr(other[name], field)
+            twice_report, apart_report = (lsim.analyze(m, tokens, analyzers) for m in (twice, apart))
+            for name in twice_report:
+                for field in twice_report[name].tensor_fields():
+                    a = getattr(twice_report[name], field)
+                    b = getattr(apart_report[name], field)
                     torch.testing.assert_close(a, b, equal_nan=True, msg=f"{at} {name} {field}")
             with lsim.attach(twice, [lsim.LogitLens()]) as probe, torch.no_grad():
                 twice(tokens)
-            torch.testing.assert_close(probe.results()["logit_lens"].cross_entropy, one["logit_lens"].cross_entropy)
+            torch.testing.assert_close(probe.results()["logit_lens"].cross_entropy, twice_report["logit_lens"].cross_entropy)
 
     def test_its_first_layer_is_what_the_adapter_gives(self):
         from tl_layersim.remote.open_model import open_source
@@ -102,9 +102,9 @@ class TestStitchedModel:
         [batch] = lsim_batches(rows(4), 4)
         for at in ((0, "blocks.0.hook_resid_pre"), ("blocks.0.hook_resid_pre", "blocks.0.hook_resid_pre"), (1, 0)):
             joined = lsim.stitch(front, back, rows(4), at=at, adapter=lsim.stitching.Adapter("linear", torch.eye(32) * 2)).model
-            seen = open_source(joined).collect(batch).activations[0]
+            joined_hidden = open_source(joined).collect(batch).activations[0]
             torch.testing.assert_close(
-                seen, 2 * split_model.hidden(batch, point_number(split_model.model, at[0], "at")).reshape(-1, 32)
+                joined_hidden, 2 * split_model.hidden(batch, point_number(split_model.model, at[0], "at")).reshape(-1, 32)
             )
 
     def test_another_adapter_is_another_model(self, tmp_path):
@@ -163,8 +163,8 @@ class TestStitchedModel:
             for _ in range(4):
                 logits = result.model(expected)
                 expected = torch.cat([expected, logits[:, -1:].argmax(-1)], 1)
-        made = result.model.generate(tokens, max_new_tokens=4, do_sample=False, stop_at_eos=False)
-        assert torch.equal(made, expected)
+        generated = result.model.generate(tokens, max_new_tokens=4, do_sample=False, stop_at_eos=False)
+        assert torch.equal(generated, expected)
 
     def test_no_cache(self, result):
         with pytest.raises(lsim.LayersimError, match="`use_cache`"):
@@ -196,8 +196,8 @@ class TestStitchedModel:
             result.model(tokens)
         expected = lsim.analyze(result.model, tokens, [lsim.LogitLens()])["logit_lens"]
         torch.testing.assert_close(probe.results()["logit_lens"].cross_entropy, expected.cross_entropy)
-        same = lsim.compare(result.model, result.model, tokens, lsim.CKA(minibatch=32))
-        assert same.distance() < 1e-3
+        comparison = lsim.compare(result.model, result.model, tokens, lsim.CKA(minibatch=32))
+        assert comparison.distance() < 1e-3
 
     def test_nothing_above_the_last_layer(self):
         model = tiny_llama()

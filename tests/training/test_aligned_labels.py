@@ -60,14 +60,14 @@ def test_a_class_that_the_head_does_not_have_is_refused_before_the_first_step(ar
     pixels = torch.randn(40, 3, 8, 8)
     labels = torch.arange(40) % 4
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    other = labels.clone()
+    wrong_labels = labels.clone()
     where = {"held out": 39, "eval_data": 5}.get(argument, 7)
-    other[where] = wrong
-    data = {"pixel_values": pixels, "labels": other}
+    wrong_labels[where] = wrong
+    data = {"pixel_values": pixels, "labels": wrong_labels}
     options = {}
     if argument == "labels":
         data = pixels
-        options = {"labels": other}
+        options = {"labels": wrong_labels}
     elif argument == "eval_data":
         data, options = {"pixel_values": pixels, "labels": labels}, {"eval_data": data}
     lowest = min(0, wrong)

@@ -39,8 +39,8 @@ class TestClassifiers:
             pixels[i, :, (label // 2) * 4 : (label // 2) * 4 + 4, (label % 2) * 4 : (label % 2) * 4 + 4] += 2
         training = lsim.AlignedTraining(steps=80, lr=5e-3, schedule="always")
         data = {"pixel_values": pixels[:600], "labels": labels[:600]}
-        held = {"pixel_values": pixels[600:], "labels": labels[600:]}
-        result = lsim.finetune_aligned(vit(), lsim.Data(data, batch_size=16), training, eval_data=held)
+        held_out = {"pixel_values": pixels[600:], "labels": labels[600:]}
+        result = lsim.finetune_aligned(vit(), lsim.Data(data, batch_size=16), training, eval_data=held_out)
         assert float(result.accuracy[-1].min()) > 0.9
 
     def test_images_without_labels_are_refused(self):
@@ -67,5 +67,5 @@ class TestClassifiers:
         labels[:, 2] = tokens[:, 2]
         masked = tokens.clone()
         masked[:, 2] = 3
-        found = lsim.finetune_aligned(model, lsim.Data(masked, batch_size=4), SHORT, labels=labels)
-        assert found.provenance.tokens == 1
+        result = lsim.finetune_aligned(model, lsim.Data(masked, batch_size=4), SHORT, labels=labels)
+        assert result.provenance.tokens == 1

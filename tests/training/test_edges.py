@@ -28,9 +28,9 @@ def test_finetune_aligned_gives_the_same_numbers_inside_a_mode_without_gradients
     expected = finetuned(plain)
     with MODES[mode]():
         tokens = random_tokens()
-        found = lsim.finetune_aligned(inside, lsim.Data(tokens, batch_size=2), SHORT)
+        result = lsim.finetune_aligned(inside, lsim.Data(tokens, batch_size=2), SHORT)
         assert not torch.is_grad_enabled()
-    assert worst(expected, found) == 0
+    assert worst(expected, result) == 0
     for (name, a), b in zip(plain.named_parameters(), inside.parameters(), strict=True):
         assert torch.equal(a, b), name
     assert not any(parameter.is_inference() for parameter in inside.parameters())

@@ -65,10 +65,10 @@ def test_the_lens_reads_what_the_training_evaluated(make, data, eval_data, label
 
 def test_bfloat16():
     model = tiny_llama(dtype=torch.bfloat16)
-    held = random_tokens(6, 9, seed=7)
-    result = lsim.finetune_aligned(model, lsim.Data(random_tokens(10, 8), batch_size=4), OWN_HEADS, eval_data=held)
+    held_out = random_tokens(6, 9, seed=7)
+    result = lsim.finetune_aligned(model, lsim.Data(random_tokens(10, 8), batch_size=4), OWN_HEADS, eval_data=held_out)
     assert result.heads.weight.dtype == torch.bfloat16
-    lens = lsim.analyze(model, held, lsim.LogitLens(heads=result.heads))["logit_lens"]
+    lens = lsim.analyze(model, held_out, lsim.LogitLens(heads=result.heads))["logit_lens"]
     torch.testing.assert_close(lens.values, result.values[-1], rtol=1e-2, atol=1e-2)
 
 
@@ -85,10 +85,10 @@ def test_each_head_has_a_bias_of_its_own():
         x = begin.model.final_layernorm(hidden[layer]).detach()
         CE((x @ weight.T + bias)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
         # The first step of AdamW is the sign of the gradient, where this is well above epsilon.
-        for found, start in ((heads.weight, weight), (heads.bias, bias)):
+        for trained, start in ((heads.weight, weight), (heads.bias, bias)):
             clear = start.grad.abs() > 1e-4
             assert bool(clear.any())
-            assert torch.allclose((found[layer - 1] - start)[clear], -1e-3 * start.grad.sign()[clear], rtol=1e-2)
+            assert torch.allclose((trained[layer - 1] - start)[clear], -1e-3 * start.grad.sign()[clear], rtol=1e-2)
 
 
 def test_the_pooler_is_shared_and_trained():
@@ -135,8 +135,8 @@ def test_lora_heads_belong_to_the_merged_weights():
 def test_a_result_without_heads_says_so(tmp_path):
     tokens = random_tokens(10, 8)
     shared = lsim.finetune_aligned(tiny_llama(), lsim.Data(tokens, batch_size=4), SHORT)
-    own = lsim.finetune_aligned(tiny_llama(), lsim.Data(tokens, batch_size=4), OWN_HEADS)
-    for result in (shared, lsim.load(own.save(tmp_path / "result.safetensors"))):
+    with_heads = lsim.finetune_aligned(tiny_llama(), lsim.Data(tokens, batch_size=4), OWN_HEADS)
+    for result in (shared, lsim.load(with_heads.save(tmp_path / "result.safetensors"))):
         with pytest.raises(lsim.LayersimError, match=r"objective='multi-head'.*ExitHeads\.load"):
             _ = result.heads
 
@@ -167,8 +167,8 @@ def test_a_multi_exit_model_beside_an_aligned_one():
         threshold=0.37,
         continuations=lsim.training.Continuations(["w5 w6 w7"], new_tokens=6),
     )
-    found = report["layers"]
-    own = lsim.analyze(
+    result = report["layers"]
+    expected = lsim.analyze(
         multi,
         tokens,
         [
@@ -178,12 +178,12 @@ def test_a_multi_exit_model_beside_an_aligned_one():
         ],
     )
     shared = lsim.analyze(aligned, tokens, lsim.LogitLens())["logit_lens"]
-    torch.testing.assert_close(found.accuracy, torch.stack([own["logit_lens"].accuracy, shared.accuracy]))
-    assert float(found.early_share[0]) == float(own["saturation"].early_share)
-    assert float(found.speedup[0]) == own["exit_curve"].at(0.37).speedup
-    assert float(found.effective_depth[0]) == own["logit_lens"].effective_depth(0.1)
-    assert found.provenance.options["heads"] == [str(heads), None]
-    assert found.provenance.options["norm"] == ["none", "final"]
+    torch.testing.assert_close(result.accuracy, torch.stack([expected["logit_lens"].accuracy, shared.accuracy]))
+    assert float(result.early_share[0]) == float(expected["saturation"].early_share)
+    assert float(result.speedup[0]) == expected["exit_curve"].at(0.37).speedup
+    assert float(result.effective_depth[0]) == expected["logit_lens"].effective_depth(0.1)
+    assert result.provenance.options["heads"] == [str(heads), None]
+    assert result.provenance.options["norm"] == ["none", "final"]
     assert report["generation"].values.shape == (2, 3)
     with pytest.raises(lsim.LayersimError, match=r"`heads`.*LlamaForCausalLM"):
         lsim.evaluate_layers(multi, aligned, tokens, heads=(None, heads))

@@ -20,11 +20,11 @@ KINDS = ("distilbert", "deberta-v2", "modernbert mean", "deit with teacher", "di
 
 def live_logits(model, paths, inputs) -> torch.Tensor:
     """`row layer class` with gradients: the model's logits with each block's output in place of the last one's."""
-    seen = []
+    hidden = []
     last = model.get_submodule(paths[-1])
     handles = [
         model.get_submodule(path).register_forward_hook(
-            lambda _m, _a, output: seen.append(output[0] if isinstance(output, tuple) else output)
+            lambda _m, _a, output: hidden.append(output[0] if isinstance(output, tuple) else output)
         )
         for path in paths
     ]
@@ -32,7 +32,7 @@ def live_logits(model, paths, inputs) -> torch.Tensor:
     for handle in handles:
         handle.remove()
     logits = []
-    for x in seen:
+    for x in hidden:
         handle = last.register_forward_hook(lambda _m, _a, output, x=x: replaced(output, x))
         logits.append(model(**inputs).logits)
         handle.remove()
@@ -55,17 +55,17 @@ def test_the_aligned_loss_and_its_gradient(name):
     case = CASES[name]
     data = CASES[name].data()
     model = case.build()
-    own = case.build()
+    twin = case.build()
     tokens = data.get("pixel_values", data.get("input_ids"))
     loss = called(lsim.training.aligned_loss, model, tokens, LABELS, attention_mask=data.get("attention_mask"), **case.options)
-    expected = naive_loss(case, own)
+    expected = naive_loss(case, twin)
     torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0)
     loss.backward()
     expected.backward()
-    for (path, found), other in zip(model.named_parameters(), own.parameters(), strict=True):
+    for (path, parameter), twin_parameter in zip(model.named_parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(
-            torch.zeros_like(found) if found.grad is None else found.grad,
-            torch.zeros_like(other) if other.grad is None else other.grad,
+            torch.zeros_like(parameter) if parameter.grad is None else parameter.grad,
+            torch.zeros_like(twin_parameter) if twin_parameter.grad is None else twin_parameter.grad,
             rtol=1e-7,
             atol=1e-10,
             msg=path,

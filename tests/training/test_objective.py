@@ -40,8 +40,8 @@ class TestObjectives:
             logits = model(tokens, **mask).logits
         for handle in handles:
             handle.remove()
-        kept = attended if "cosine_over" in options else targets != -100
-        unit = [x[kept] / x[kept].norm(dim=-1, keepdim=True) for x in hidden]
+        counted = attended if "cosine_over" in options else targets != -100
+        unit = [x[counted] / x[counted].norm(dim=-1, keepdim=True) for x in hidden]
         distance = sum(2 * l / 12 * (1 - (unit[l - 1] * unit[2]).sum(-1).mean()) for l in (1, 2))  # noqa: E741
         expected = CE(logits.flatten(0, 1), targets.flatten(), ignore_index=-100) + 0.7 * distance
         for step in steps:
@@ -80,9 +80,9 @@ class TestObjectives:
             objective="multi-head", schedule="always", kl=0.5, steps=2, lr=1e-2, save_to=tmp_path / "m"
         )
         result = lsim.finetune_aligned(model, lsim.Data(tokens, batch_size=2), training, eval_data=tokens)
-        other = tiny_llama().double()
-        hidden = other(tokens, output_hidden_states=True).hidden_states
-        logits = [other.lm_head(hidden[i] if i == 3 else other.model.norm(hidden[i]))[:, :-1].flatten(0, 1) for i in (1, 2, 3)]
+        twin = tiny_llama().double()
+        hidden = twin(tokens, output_hidden_states=True).hidden_states
+        logits = [twin.lm_head(hidden[i] if i == 3 else twin.model.norm(hidden[i]))[:, :-1].flatten(0, 1) for i in (1, 2, 3)]
         right = tokens[:, 1:].flatten()
         expected = sum(w * CE(z, right) for z, w in zip(logits, layer_weights("linear", 3), strict=True))
         last = logits[2].log_softmax(-1)
@@ -104,19 +104,19 @@ class TestObjectives:
         a = tiny_llama().double()
         b = tiny_llama().double()
         lsim.finetune_aligned(a, lsim.Data(tokens, batch_size=2), lsim.AlignedTraining(objective="standard", steps=3, lr=1e-2))
-        own = lsim.AlignedTraining(weights=[0, 0, 1], schedule="always", steps=3, lr=1e-2)
-        lsim.finetune_aligned(b, lsim.Data(tokens, batch_size=2), own)
+        training = lsim.AlignedTraining(weights=[0, 0, 1], schedule="always", steps=3, lr=1e-2)
+        lsim.finetune_aligned(b, lsim.Data(tokens, batch_size=2), training)
         assert torch.equal(weights_of(a), weights_of(b))
 
     @pytest.mark.light("aligned")
     @pytest.mark.parametrize("objective", ["aligned", "cosine-reg", "multi-head"])
     def test_gradient_checkpointing_changes_no_number(self, objective):
-        found = []
+        losses = []
         for twice in (False, True):
             model = dropping(tiny_gpt2()).double()
             training = replace(SHORT, objective=objective, gradient_checkpointing=twice)
-            found.append(
+            losses.append(
                 (lsim.finetune_aligned(model, lsim.Data(random_tokens(10, 6), batch_size=2), training).loss, weights_of(model))
             )
             assert not model.is_gradient_checkpointing
-        torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(losses[0], losses[1], rtol=1e-9, atol=1e-12)

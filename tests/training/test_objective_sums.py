@@ -27,7 +27,7 @@ def test_evaluation_sums_losses_hits_and_answers_of_each_layer(norm, objective, 
     targets[0, 2] = -100
     training = lsim.AlignedTraining(objective=objective, norm=norm, schedule="always")
     cls = OBJECTIVES.named(objective)
-    found = cls(open_residual_stream(model), training).evaluate(TrainingBatch(tokens, {}, targets, None))
+    terms = cls(open_residual_stream(model), training).evaluate(TrainingBatch(tokens, {}, targets, None))
     head = model.lm_head.weight.detach().numpy()
     gain = model.model.norm.weight.detach().numpy()
     expected = np.zeros((3, 3))
@@ -41,7 +41,7 @@ def test_evaluation_sums_losses_hits_and_answers_of_each_layer(norm, objective, 
                     p = oracles.softmax(head @ x[position])
                     expected[:, layer] += [-np.log(p[answer]), p.argmax() == answer, 1]
     assert expected[2].tolist() == [23, 23, 23]
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    np.testing.assert_allclose(terms, expected, rtol=1e-6)
 
 
 def test_the_divergence_has_gradients_that_can_be_asked_for():
@@ -53,9 +53,9 @@ def test_the_divergence_has_gradients_that_can_be_asked_for():
     last, x = (torch.randn(5, 32).double().requires_grad_() for _ in range(2))
     head = objective.head_of(1)
     weight = head.weight
-    found = torch.autograd.grad(objective._divergence(last, x, head), (x, weight, last), allow_unused=True)
-    assert found[2] is None
+    gradients_found = torch.autograd.grad(objective._divergence(last, x, head), (x, weight, last), allow_unused=True)
+    assert gradients_found[2] is None
     # KL(p || q) of the last layer's p, q of this layer: its gradient by this layer's logits is q - p.
     p, q = ((z @ w.T).softmax(-1).detach() for z, w in ((last, objective.stream.unembed.linear.weight), (x, weight)))
-    torch.testing.assert_close(found[0], (q - p) @ weight.detach(), rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(found[1], (q - p).T @ x.detach(), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(gradients_found[0], (q - p) @ weight.detach(), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(gradients_found[1], (q - p).T @ x.detach(), rtol=1e-9, atol=1e-12)

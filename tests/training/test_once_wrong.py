@@ -79,13 +79,13 @@ class TestWhatWasOnceWrong:
         tokens[:, -1] = 2
         tokens[1, -3:] = 2
         labels = torch.tensor([0, 1, 2, 1])
-        found = lsim.training.aligned_loss(model, tokens, labels, weights=[0, 1])
-        assert float(found.detach()) == pytest.approx(float(model(tokens, labels=labels).loss.detach()), rel=1e-6)
+        loss = lsim.training.aligned_loss(model, tokens, labels, weights=[0, 1])
+        assert float(loss.detach()) == pytest.approx(float(model(tokens, labels=labels).loss.detach()), rel=1e-6)
         mask = torch.ones_like(tokens)
         mask[1, 5:] = 0
-        other = tokens.clone()
-        other[1, 5:] = 9
-        padded = lsim.training.aligned_loss(model, other, labels, weights=[0, 1], attention_mask=mask)
+        changed_tokens = tokens.clone()
+        changed_tokens[1, 5:] = 9
+        padded = lsim.training.aligned_loss(model, changed_tokens, labels, weights=[0, 1], attention_mask=mask)
         assert float(padded.detach()) == pytest.approx(
             float(model(tokens, attention_mask=mask, labels=labels).loss.detach()), rel=1e-6
         )
@@ -146,9 +146,9 @@ class TestWhatWasOnceWrong:
         hf = make()
         bridge = build_bridge_from_module(hf, "Phi3ForCausalLM", hf_config=hf.config)
         tokens = random_tokens(10, 6)
-        found = lsim.finetune_aligned(bridge, lsim.Data(tokens, batch_size=2), SHORT).loss
+        losses = lsim.finetune_aligned(bridge, lsim.Data(tokens, batch_size=2), SHORT).loss
         expected = lsim.finetune_aligned(make(), lsim.Data(tokens, batch_size=2), SHORT).loss
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(losses, expected, rtol=1e-3, atol=1e-4)
 
     def test_heads_of_an_earlier_run_do_not_stay(self, tmp_path):
         tokens = random_tokens(10, 6)

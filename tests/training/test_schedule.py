@@ -96,7 +96,7 @@ def test_presets_have_the_values_of_the_papers():
     result = lsim.finetune_aligned(model, lsim.Data(tokens, batch_size=2), replace(bert, steps=1))
     assert (len(result.loss), result.provenance.options["norm"]) == (1, "none")
     few = replace(stitch, steps=1)
-    found = lsim.stitch(model, tiny_llama(), tokens, at=(0, 0), adapter="affine-norm", fit="sgd", training=few)
-    assert len(found.curve) == 1
+    stitched = lsim.stitch(model, tiny_llama(), tokens, at=(0, 0), adapter="affine-norm", fit="sgd", training=few)
+    assert len(stitched.curve) == 1
     with pytest.raises(lsim.LayersimError, match=r"`rows`.*0"):
         lsim.AlignedTraining.paper_bert(0)

@@ -23,17 +23,17 @@ def traced(module, **options):
     return TransformersModel(module, task="text-generation", tokenizer=tiny_tokenizer(), **options)
 
 
-def differences(report, other):
+def differences(report, expected):
     """The fields of two reports that are not equal to the last bit."""
-    assert report.keys() == other.keys()
-    found = []
+    assert report.keys() == expected.keys()
+    differing = []
     for name in report:
         for field in fields(report[name]):
             a = getattr(report[name], field.name)
-            b = getattr(other[name], field.name)
+            b = getattr(expected[name], field.name)
             if isinstance(a, torch.Tensor) and not torch.equal(a.nan_to_num(), b.nan_to_num()):
-                found.append((name, field.name))
-    return found
+                differing.append((name, field.name))
+    return differing
 
 
 def read(model, probe, tokens, remote=False, scale=None):
@@ -165,12 +165,12 @@ def test_a_mask_of_the_user():
     model = traced(tiny_llama())
     probe = lsim.attach(model, QUICK)
     read(model, probe, data)
-    own = probe.results()
+    results = probe.results()
     expected = lsim.analyze(model, data, QUICK)
     # `analyze` cuts rows to the longest, and products of other shapes round otherwise.
-    torch.testing.assert_close(own["cosine"].values, expected["cosine"].values, rtol=0, atol=1e-6)
-    assert torch.equal(own["saturation"].counts, expected["saturation"].counts)
-    assert own["cosine"].provenance.tokens == int(mask.sum())
+    torch.testing.assert_close(results["cosine"].values, expected["cosine"].values, rtol=0, atol=1e-6)
+    assert torch.equal(results["saturation"].counts, expected["saturation"].counts)
+    assert results["cosine"].provenance.tokens == int(mask.sum())
 
 
 def test_attended_padding_is_named():
@@ -195,13 +195,13 @@ def test_each_new_token_of_a_generation(remote):
         with tracer.invoke():
             for _ in tracer.iter[:4]:
                 probe.read()
-    own = probe.results()["saturation"]
+    result = probe.results()["saturation"]
     with lsim.attach(model._module, QUICK) as loop, torch.no_grad():
         model._module.generate(TOKENS[:4, :10], max_new_tokens=4, do_sample=False, attention_mask=torch.ones(4, 10))
     expected = loop.results()["saturation"]
-    assert own.provenance.tokens == expected.provenance.tokens == 4 * 10 + 3 * 4
-    assert own.provenance.sequences == 4
-    assert torch.equal(own.counts, expected.counts)
+    assert result.provenance.tokens == expected.provenance.tokens == 4 * 10 + 3 * 4
+    assert result.provenance.sequences == 4
+    assert torch.equal(result.counts, expected.counts)
 
 
 def test_steps_of_a_generation_are_no_whole_rows():
@@ -272,7 +272,7 @@ def test_each_kind_of_probe_refuses_the_use_of_the_other():
 
 
 def test_the_gradients_of_a_trace_are_those_without_a_probe():
-    def gradient(read):
+    def gradient(with_reading):
         model = traced(tiny_llama())
         probe = lsim.attach(model, QUICK)
         with model.trace() as tracer:
@@ -280,7 +280,7 @@ def test_the_gradients_of_a_trace_are_those_without_a_probe():
                 hidden = model.model.layers[0].output.save()
                 loss = model.output.logits.float().square().mean().save()
             with tracer.invoke():
-                if read:
+                if with_reading:
                     probe.read()
         assert torch.is_grad_enabled()
         return torch.autograd.grad(loss, hidden)[0]
