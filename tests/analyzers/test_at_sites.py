@@ -37,18 +37,22 @@ def test_cosine_and_cka_equal_their_oracles(name, place):
     model = MODELS[name]()
     data = padded()
     asked = [lsim.Cosine(), lsim.CKA()]
+
     report = called(lsim.analyze, model, data, asked, **PLACES[place])
     sites = report["cka"].layers
     samples = np.stack(site_samples(model, data, sites))
     # The oracle's norm ratio divides by the difference of heads that share a value head, which are equal at first tokens.
     with np.errstate(divide="ignore", invalid="ignore"):
         cosine = oracles.oracle_cosine([samples])
+
     for field in ("values", "std", "below_zero", "monotone_share"):
         np.testing.assert_allclose(getattr(report["cosine"], field), cosine[field], atol=2e-6, err_msg=field)
     assert report["cosine"].norm_ratio.isnan().all(), "only of blocks: no other sites are the input and the output of one"
+
     # One minibatch of all tokens: the shuffle changes nothing.
     row = [data["attention_mask"].nonzero()[:, 0].numpy()]
     np.testing.assert_allclose(report["cka"].values, oracles.oracle_cka([samples], row=row)["values"], atol=2e-6)
+
     exact = called(lsim.analyze, model, data, lsim.CKA(estimator="exact"), batch_size=2, **PLACES[place])["cka"]
     np.testing.assert_allclose(exact.values, oracles.oracle_cka([samples], exact=True, row=row)["values"], atol=2e-6)
 
@@ -64,11 +68,14 @@ def test_sites_of_different_widths(estimator, source):
     source_model, options = (model, {}) if source == "here" else (nnsight(tiny_llama()), {})
     options |= {"remote": "local"} if source == "remote=local" else {}
     at = ["attn_out", "mlp_post", "k"]
+
     report = called(
         lsim.analyze, source_model, data, [lsim.CKA(estimator=estimator), lsim.NeuralCollapse(classes=4)], at=at, **options
     )
     samples = site_samples(model, data, report["cka"].layers)
+
     assert {x.shape[1] for x in samples} == {16, 32, 48}
+
     row = [data["attention_mask"].nonzero()[:, 0].numpy()]
     kind = {"biased": estimator == "biased", "exact": estimator == "exact", "row": row}
     torch.testing.assert_close(report["cka"].values, report["cka"].values.T, rtol=0, atol=1e-12)
@@ -76,6 +83,7 @@ def test_sites_of_different_widths(estimator, source):
         for b, y in enumerate(samples[: a + 1]):
             expected = oracles.oracle_cka([x[None]], [y[None]], **kind)["values"][0, 0]
             assert float(report["cka"].values[a, b]) == pytest.approx(expected, abs=3e-6)
+
     labels = next_tokens(data)
     for a, x in enumerate(samples):
         nc1 = oracles.oracle_neural_collapse([x[None]], labels, 4)["values"][0]
@@ -97,14 +105,18 @@ def next_tokens(data) -> list[int | None]:
 def test_widths_are_those_of_the_sites_where_memory_and_centres_are_checked():
     model = tiny_llama()
     data = padded()
+
     # 12 heads of width 8 need 0.2 MB; the residual stream of 12 layers would need 3.5 MB.
     called(lsim.analyze, model, data, lsim.CKA(estimator="exact", max_memory_gb=0.003), **HEADS)
+
     with pytest.raises(lsim.LayersimError, match="`max_memory_gb`"):
         called(lsim.analyze, model, data, lsim.CKA(estimator="exact", max_memory_gb=0.0001), **HEADS)
     with pytest.raises(lsim.LayersimError, match=r"`max_memory_gb` is 0\.0001"):
         lsim.analyze(model, data, lsim.NeuralCollapse(max_memory_gb=0.0001), at="mlp_post")
+
     mean = lsim.analyze(model, data, lsim.Cosine(), at="mlp_post")["cosine"].mean
     assert mean.shape == (3, 48)
+
     result = lsim.analyze(model, data, lsim.Cosine(center=mean), at="mlp_post")["cosine"]
     torch.testing.assert_close(result.values, lsim.analyze(model, data, lsim.Cosine(), at="mlp_post")["cosine"].values)
     with pytest.raises(lsim.LayersimError, match=r"`center`.*\(3, 32\)"):
@@ -117,12 +129,15 @@ def test_the_lens_between_attention_and_mlp_is_the_naive_one(make, norm):
     model = lively(make().double())
     tokens = random_tokens(3, 8)
     at = ["resid_mid"] if norm == "final" else ["resid_post", "resid_mid"]
+
     result = lsim.analyze(model, tokens, lsim.LogitLens(norm=norm), at=at)["logit_lens"]
     hook_name = "hook_resid_mid" if norm == "final" else "hook_resid_"
+
     assert result.layers[0] == "blocks.0.hook_resid_pre"
     assert result.layers[-1] == "blocks.2.hook_resid_post"
     assert all(hook_name in name for name in result.layers[1:-1])
     assert len(result.layers) == (5 if norm == "final" else 7)
+
     states = np.stack(site_samples(model, {"input_ids": tokens}, result.layers))
     logits = torch.as_tensor(by_hand(model, states, norm == "final"))
     target = torch.cat([torch.cat([row[1:], torch.tensor([-100])]) for row in tokens])
@@ -144,11 +159,15 @@ def test_of_some_layers_the_lens_counts_blocks():
 def test_a_ratio_of_norms_is_one_of_blocks_alone():
     model = tiny_llama()
     tokens = random_tokens()
+
     whole = lsim.analyze(model, tokens, lsim.Cosine(center="none"))["cosine"].norm_ratio
     result = lsim.analyze(model, tokens, lsim.Cosine(center="none"), at=["resid_post", "resid_mid"])["cosine"]
+
     assert result.norm_ratio.isnan().all()
+
     some = lsim.analyze(model, tokens, lsim.Cosine(center="none"), at=[f"blocks.{i}.hook_resid_post" for i in (0, 1)])["cosine"]
     torch.testing.assert_close(some.norm_ratio, whole[1:2])
+
     apart = lsim.analyze(model, tokens, lsim.Cosine(center="none"), at=[f"blocks.{i}.hook_resid_post" for i in (0, 2)])[
         "cosine"
     ]
@@ -167,14 +186,18 @@ def test_two_models_of_other_depth_and_width(place):
     a = tiny_llama()
     b = transformers.LlamaForCausalLM(wide).eval()
     data = padded()
+
     result = called(lsim.compare, a, b, data, lsim.CKA(), **place)
+
     assert len(result.layers) == (3 if place["at"] == "attn_out" else 12)
     assert len(result.column_layers) == (2 if place["at"] == "attn_out" else 10)
+
     x, y = (np.stack(site_samples(m, data, names)) for m, names in ((a, result.layers), (b, result.column_layers)))
     row = [data["attention_mask"].nonzero()[:, 0].numpy()]
     np.testing.assert_allclose(result.values, oracles.oracle_cka([x], [y], row=row)["values"], atol=2e-6)
     with pytest.raises(lsim.LayersimError, match=r"\b3 and 2\b|\b12 and 10\b"):
         result.distance()
+
     equal_width = called(lsim.compare, a, tiny_llama(seed=1), data, lsim.CKA(), **place)
     by_formula = equal_width.values.diagonal().clamp(-1, 1).arccos().square().sum().sqrt()
     assert equal_width.distance() == pytest.approx(float(by_formula))
@@ -185,11 +208,13 @@ def test_two_models_of_other_depth_and_width(place):
 def test_half_precision_models(place):
     model = tiny_llama(dtype=torch.bfloat16)
     data = padded()
+
     report = called(lsim.analyze, model, data, [lsim.Cosine(), lsim.CKA()], **PLACES[place])
     samples = np.stack(site_samples(model, data, report["cka"].layers))
     with np.errstate(divide="ignore", invalid="ignore"):
         np.testing.assert_allclose(report["cosine"].values, oracles.oracle_cosine([samples])["values"], atol=2e-6)
     row = [data["attention_mask"].nonzero()[:, 0].numpy()]
+
     np.testing.assert_allclose(report["cka"].values, oracles.oracle_cka([samples], row=row)["values"], atol=2e-6)
     assert report["cka"].provenance.dtype == "torch.bfloat16"
 
@@ -199,6 +224,7 @@ def test_half_precision_models(place):
 def test_a_single_site_has_a_result_that_can_be_shown(cls, tmp_path):
     report = lsim.analyze(tiny_llama(), padded(), cls(), at="ln_final")
     result = report[cls.name]
+
     assert cls.name in repr(report)
     assert result.headline().keys() >= set()
     for field in result.tensor_fields():
@@ -207,8 +233,10 @@ def test_a_single_site_has_a_result_that_can_be_shown(cls, tmp_path):
         if 0 < len(result.tensor_fields()[field]) < 3 and not bool(getattr(result, field).isnan().all()):
             assert result.plot(field).data
     assert "blocks" not in repr(result) or cls().needs.families
+
     page = report.to_html(tmp_path / "page.html").read_text()
     assert cls.name in page
+
     loaded = lsim.load(report.save(tmp_path / "report.safetensors"))
     assert loaded[cls.name].layers == result.layers
 
@@ -223,11 +251,14 @@ def test_a_lens_beside_an_analyzer_of_heads_is_refused(make):
 def test_analyzers_of_several_needs_in_one_call():
     model = tiny_llama()
     data = padded()
+
     mixed = lsim.analyze(model, data, [lsim.Cosine(), lsim.Contribution()], at="z")
+
     assert mixed["cosine"].layers == tuple(f"blocks.{i}.attn.hook_z" for i in range(3))
     for analyzer, at in ((lsim.Cosine(), "z"), (lsim.Contribution(), "resid_post")):
         alone = lsim.analyze(model, data, analyzer, at=at)[analyzer.name]
         torch.testing.assert_close(mixed[analyzer.name].values, alone.values)
+
     middle = lsim.analyze(model, data, [lsim.CKA(), lsim.LogitLens()], at="resid_mid")
     assert middle["cka"].layers == tuple(f"blocks.{i}.hook_resid_mid" for i in range(3))
     assert middle["logit_lens"].layers == ("blocks.0.hook_resid_pre", *middle["cka"].layers, "blocks.2.hook_resid_post")
@@ -238,6 +269,7 @@ def test_the_tensors_of_the_hand_made_hooks_are_those_that_the_table_names():
     model = tiny_llama()
     data = padded()
     activations = read_sites(model, lsim.sites(model), data)
+
     torch.testing.assert_close(
         activations["blocks.1.hook_resid_post"], activations["blocks.1.hook_resid_mid"] + activations["blocks.1.hook_mlp_out"]
     )

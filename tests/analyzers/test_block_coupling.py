@@ -43,12 +43,16 @@ def test_blocks_that_share_their_singular_vectors_are_coupled(method):
     u, v = frames(0)
     spectrum = np.geomspace(4, 0.1, 24)
     shared = [u @ np.diag(spectrum * scale) @ v.T for scale in (1.0, 0.5, 2.0)]
+
     result = from_views(lsim.BlockCoupling(k=6, method=method), [linear_view(shared)])
+
     assert float(result.values.abs().max()) < 1e-5
     np.testing.assert_allclose(result.singular_values[0], spectrum[:6], rtol=1e-9)
+
     # With the sign of the right vectors turned, they diagonalise each other as well; but not with positive entries.
     turned = [shared[0], -shared[1]]
     assert float(from_views(lsim.BlockCoupling(k=6, method=method), [linear_view(turned)]).values.abs().max()) < 1e-5
+
     strict = from_views(lsim.BlockCoupling(k=6, method=method, diagonal="positive"), [linear_view(turned)])
     np.testing.assert_allclose(strict.values[0, 1], 2.0, atol=1e-4)
 
@@ -57,7 +61,9 @@ def test_blocks_that_share_their_singular_vectors_are_coupled(method):
 def test_blocks_of_one_symmetric_basis_are_aligned_and_linear(method):
     u, _ = frames(0)
     spectra = [np.geomspace(4, 0.1, 24) * scale for scale in (1.0, 0.5, 2.0)]
+
     result = from_views(lsim.BlockCoupling(k=6, method=method), [linear_view([u @ np.diag(s) @ u.T for s in spectra])])
+
     for name in ("left_alignment", "right_alignment", "cross_alignment"):
         np.testing.assert_allclose(getattr(result, name), 1, atol=1e-6)
     # The blocks are their Jacobians, and each grows the part of its input along a singular vector by 1 + s.
@@ -70,7 +76,9 @@ def test_blocks_of_one_symmetric_basis_are_aligned_and_linear(method):
 def test_spans_without_a_common_direction_are_not_aligned():
     u, v = frames(1)
     parts = [u[:, at : at + 6] @ np.diag([4.0, 3, 2, 1, 0.5, 0.2]) @ v[:, at : at + 6].T for at in (0, 6)]
+
     result = from_views(lsim.BlockCoupling(k=6), [linear_view(parts)])
+
     for name in ("left_alignment", "right_alignment"):
         np.testing.assert_allclose(getattr(result, name), np.eye(2), atol=1e-9)
     assert result.mean("left_alignment") < 1e-9
@@ -86,7 +94,9 @@ def test_independent_blocks_are_as_the_null():
             u, v = frames(100 * seed + layer)
             matrices.append(u @ np.diag(spectrum) @ v.T)
         views.append(linear_view(matrices))
+
     result = from_views(lsim.BlockCoupling(k=(5, 2)), views)
+
     assert abs(result.mean("values") - result.mean("null")) < 0.02
     assert abs(result.mean("null") - np.sqrt(1 - 1 / 5)) < 0.03
     assert abs(float(result.null_by_k[1][0, 1]) - np.sqrt(1 - 1 / 2)) < 0.1
@@ -97,6 +107,7 @@ def test_smaller_k_is_nested():
     tokens = random_tokens(3, 12)
     many = lsim.analyze(tiny_llama(), tokens, lsim.BlockCoupling(k=(8, 3)))["block_coupling"]
     few = lsim.analyze(tiny_llama(), tokens, lsim.BlockCoupling(k=3))["block_coupling"]
+
     assert many.ks == (8, 3)
     torch.testing.assert_close(many.by_k[1], few.values, rtol=0, atol=1e-7)
     torch.testing.assert_close(many.by_k[0], many.values, rtol=0, atol=0)
@@ -106,10 +117,13 @@ def test_smaller_k_is_nested():
 def test_without_normalisation_it_is_m():
     data = [residuals(1)[:, :9]]
     jacobians = [oracles.own_jacobian(data[0][layer], layer, 8, 8) for layer in range(3)]
+
     result = from_views(lsim.BlockCoupling(k=3, normalize=False), [view(data[0])])
     expected = oracles.miscoupling(oracles.coupling_matrix(jacobians[0], jacobians[2], 3), normalize=False)
+
     assert abs(float(result.values[0, 2]) - expected) < 1e-10
     torch.testing.assert_close(result.coupling, -result.values)
+
     u, _, vt = np.linalg.svd(jacobians[2])
     first_u, _, _ = np.linalg.svd(jacobians[0])
     np.testing.assert_allclose(result.left_alignment[0, 2], oracles.alignment(first_u[:, :3], u[:, :3]), atol=1e-12)
@@ -121,8 +135,12 @@ def test_positions_are_tokens_of_each_prompt():
     result = from_views(lsim.BlockCoupling(k=3, tokens=(0, -2)), [view(x)])
     expected = []
     for t in (0, 7):
-        js = [oracles.own_jacobian(x[layer], layer, t, t) for layer in range(3)]
-        expected.append([[oracles.miscoupling(oracles.coupling_matrix(a, b, 3)) for b in js] for a in js])
+        jacobians = [oracles.own_jacobian(x[layer], layer, t, t) for layer in range(3)]
+        matrix = np.empty((3, 3))
+        for row, column in np.ndindex(matrix.shape):
+            matrix[row, column] = oracles.miscoupling(oracles.coupling_matrix(jacobians[row], jacobians[column], 3))
+        expected.append(matrix)
+
     np.testing.assert_allclose(result.values, np.mean(expected, 0), atol=1e-9)
     assert (result.lengths, result.length_count.tolist()) == (("8 to 15",), [2.0])
     with pytest.raises(lsim.LayersimError, match=r"`tokens`.* 13 "):
@@ -135,6 +153,7 @@ def test_degenerate_jacobians():
     poor = u[:, :2] @ np.diag([3.0, 3.0]) @ v[:, :2].T
     nothing = np.zeros((24, 24))
     full = u @ np.diag(np.geomspace(2, 0.2, 24)) @ v.T
+
     for method in ("dense", "krylov"):
         with pytest.warns(lsim.LayersimWarning, match=r"not defined for blocks.0.hook_resid_post, blocks.2.hook_resid_post"):
             result = from_views(lsim.BlockCoupling(k=(5, 2), method=method), [linear_view([poor, full, nothing])])
@@ -157,9 +176,14 @@ def test_the_deviation_is_of_prompts_with_a_coupling():
     frame = frames(3)
     spectrum = np.geomspace(2, 0.2, 24)
     poor = frame[0][:, :2] @ frame[1][:, :2].T
-    pairs = [[u @ np.diag(spectrum) @ v.T for u, v in (frame, frames(seed))] for seed in (4, 5)]
+    pairs = []
+    for seed in (4, 5):
+        pairs.append([u @ np.diag(spectrum) @ v.T for u, v in (frame, frames(seed))])
+
     result = from_views(lsim.BlockCoupling(k=5), [linear_view(prompt) for prompt in (*pairs, [poor, pairs[0][1]])])
+
     assert float(result.defined[1, 0]) == pytest.approx(2 / 3)
+
     per_prompt = [oracles.miscoupling(oracles.coupling_matrix(second, first, 5)) for first, second in pairs]
     np.testing.assert_allclose(result.std[1, 0], np.std(per_prompt), atol=1e-9)
     assert np.std(per_prompt) > 1e-3
@@ -200,6 +224,7 @@ def test_packed_rows_are_no_prompts():
 def test_means_of_each_k():
     result = from_views(lsim.BlockCoupling(k=(5, 3)), [view(residuals(1)[:, :9])])
     off_diagonal = ~torch.eye(3, dtype=torch.bool)
+
     assert result.mean(k=3) == float((1 - result.by_k[1])[off_diagonal].mean())
     assert result.mean("null_coupling", k=5) == result.mean("null_coupling")
     assert abs(result.mean("null_coupling") - (1 - result.mean("null"))) < 1e-12
@@ -210,6 +235,7 @@ def test_means_of_each_k():
         result.mean("left_alignment", k=5)
     with pytest.raises(lsim.LayersimError, match=r"`k` is 7; .* 5 or 3"):
         result.mean(k=7)
+
     # A larger k adds to the draws of a smaller one.
     alone = from_views(lsim.BlockCoupling(k=3), [view(residuals(1)[:, :9])])
     torch.testing.assert_close(result.null_by_k[1], alone.null)

@@ -138,4 +138,5 @@ def test_intervals_lie_in_the_range_of_the_quantity(kind):
     find_analyzers()
     cls = {subclass.__name__: subclass for subclass in below(lsim.Result)}[kind]
     free = (-math.inf, math.inf)
+
     assert {name: bounds for name, bounds in bounds_of(cls).items() if bounds != free} == EXPECTED[kind]

@@ -24,13 +24,14 @@ def test_sequential_and_parallel_blocks_equal_the_oracle(parallel, layers):
     # More tokens than one chunk.
     data = [residuals(i, layers=layers, tokens=n) for i, n in enumerate((300, 1))]
     result = from_views(lsim.Contribution(), [with_sublayers(view(x), x, parallel) for x in data])
+
     for name, expected in oracles.oracle_contribution(data, parallel).items():
         np.testing.assert_allclose(getattr(result, name), expected, rtol=1e-9, atol=1e-12, err_msg=name)
     assert result.layers[0] == "blocks.0.hook_resid_pre"
     assert len(result.layers) == layers
 
 
-def known(attention: list[float], mlp: list[float], start: list[float]) -> View:
+def view_of_vectors(attention: list[float], mlp: list[float], start: list[float]) -> View:
     """One token of one sequential block."""
     before, added, mlp_added = (torch.tensor(vector, dtype=torch.float64) for vector in (start, attention, mlp))
     sites = {
@@ -46,7 +47,7 @@ def known(attention: list[float], mlp: list[float], start: list[float]) -> View:
 
 def test_known_vectors():
     # Attention adds a new direction of the stream's length; the MLP takes half of the stream away again.
-    result = from_views(lsim.Contribution(), [known([0.0, 2.0], [-1.0, -1.0], [2.0, 0.0])])
+    result = from_views(lsim.Contribution(), [view_of_vectors([0.0, 2.0], [-1.0, -1.0], [2.0, 0.0])])
     assert result.sublayers == ("blocks.0.hook_attn_out", "blocks.0.hook_mlp_out")
     torch.testing.assert_close(result.relative_norm, torch.tensor([1.0, 0.5]).double())
     torch.testing.assert_close(result.cosine, torch.tensor([0.0, -1.0]).double())
@@ -58,8 +59,11 @@ def test_two_stacks_have_final_streams_of_their_own():
     two = residuals(1, layers=4)
     parts = [with_sublayers(view(first), first, stack="encoder."), with_sublayers(view(two), two, stack="decoder.")]
     joined = replace(parts[0], activations=torch.cat([p.activations for p in parts]), sites=parts[0].sites + parts[1].sites)
+
     result = from_views(lsim.Contribution(), [joined])
+
     assert [name.split(".")[0] for name in result.sublayers] == ["encoder"] * 4 + ["decoder"] * 6
+
     expected = [oracles.oracle_contribution([x])["cosine_to_final"] for x in (first, two)]
     np.testing.assert_allclose(result.cosine_to_final, np.concatenate(expected), rtol=1e-9)
 
@@ -70,12 +74,15 @@ def test_names_of_other_sites_are_left_out():
 
 
 def test_vectors_that_are_zero_are_omitted_with_a_warning():
-    views = [known([0.0, 2.0], [0.0, 0.0], [2.0, 0.0]), known([1.0, 0.0], [1.0, 0.0], [0.0, 0.0])]
+    views = [view_of_vectors([0.0, 2.0], [0.0, 0.0], [2.0, 0.0]), view_of_vectors([1.0, 0.0], [1.0, 0.0], [0.0, 0.0])]
     places = r"blocks\.0\.hook_attn_out: 1 of 2, blocks\.0\.hook_mlp_out: 1 of 2"
+
     with pytest.warns(LayersimWarning, match=f"cosine is not defined.*{places}"):
         result = from_views(lsim.Contribution(), views)
+
     torch.testing.assert_close(result.relative_norm, torch.tensor([1.0, 0.5]).double())
     torch.testing.assert_close(result.cosine, torch.tensor([0.0, 1.0]).double())
+
     with pytest.warns(LayersimWarning, match="cosine is not defined"):
         alone = from_views(lsim.Contribution(), views[1:])
     assert bool(alone.relative_norm[0].isnan() & alone.cosine[0].isnan())
@@ -132,13 +139,19 @@ def test_contributions_equal_those_of_hooks(name):
     model = built(name)
     rows = [random_tokens(1, n, seed=n)[0] for n in (14, 9, 1)]
     blocks = model.base_model.layers if hasattr(model.base_model, "layers") else model.base_model.h
-    parts = [[block.get_submodule(path) for block in blocks] for path in SUBLAYERS[name]]
-    tables = [outputs_by_hooks(model, row, *parts) for row in rows]
+    attention_path, mlp_path = SUBLAYERS[name]
+    attention = [block.get_submodule(attention_path) for block in blocks]
+    mlp = [block.get_submodule(mlp_path) for block in blocks]
+    tables = [outputs_by_hooks(model, row, attention, mlp) for row in rows]
+
     result = lsim.analyze(model, rows, [lsim.Cosine(), lsim.Contribution()], at="resid_post")["contribution"]
     # In bfloat16 the stream between attention and MLP is rounded, and batches round unlike single rows.
     rtol, atol = (0.02, 0.01) if name == "bfloat16" else (1e-4, 1e-5)
+
     for number in range(2 * len(blocks)):
-        a, h, end = (torch.cat([table[number][part] for table in tables]) for part in range(3))
+        a = torch.cat([table[number][0] for table in tables])
+        h = torch.cat([table[number][1] for table in tables])
+        end = torch.cat([table[number][2] for table in tables])
         expected = {
             "relative_norm": a.norm(dim=-1) / h.norm(dim=-1),
             "cosine": torch.cosine_similarity(a, h, -1),
@@ -147,6 +160,7 @@ def test_contributions_equal_those_of_hooks(name):
         for field, values in expected.items():
             torch.testing.assert_close(getattr(result, field)[number], values.mean(), rtol=rtol, atol=atol)
     assert result.sublayers == tuple(f"blocks.{i}.hook_{kind}_out" for i in range(3) for kind in ("attn", "mlp"))
+
     alone = lsim.analyze(model, lsim.Data(rows, batch_size=1), lsim.Contribution(), at="attn_out")["contribution"]
     assert worst(result, alone) < (0.05 if name == "bfloat16" else 1e-5)
 
@@ -154,7 +168,9 @@ def test_contributions_equal_those_of_hooks(name):
 def test_one_block():
     model = tiny_llama(layers=1)
     rows = random_tokens(2, 8)
+
     result = lsim.analyze(model, rows, lsim.Contribution())["contribution"]
+
     assert result.sublayers == ("blocks.0.hook_attn_out", "blocks.0.hook_mlp_out")
     assert result.layers == ("blocks.0.hook_resid_pre", "blocks.0.hook_resid_post")
     assert all("first half" in name for name in result.headline())
@@ -170,17 +186,21 @@ def test_figures_have_a_line_for_attention_and_one_for_the_mlp():
     x = residuals(0)
     result = from_views(lsim.Contribution(), [with_sublayers(view(x), x)])
     figure = result.plot()
+
     assert [trace.name for trace in figure.data] == ["Attention", "MLP"]
     np.testing.assert_allclose(figure.data[1].y, result.relative_norm[1::2])
     assert list(figure.data[0].x) == [0, 1, 2]
     assert list(figure.layout.xaxis.ticktext) == ["0", "1", "2"]
     assert figure.layout.xaxis.title.text == "Block"
+
     table = result.to_frame()
     assert list(table.columns)[:2] == ["sublayer", "relative_norm"]
+
     headline = result.headline()
     # Of three blocks, the middle one belongs to the first half.
     first = headline["relative norm, first half of the blocks"]
     assert first == pytest.approx(np.median(result.values[:4]))
+
     # The MLP of the first block often multiplies the norm.
     wide = replace(result, values=torch.tensor([0.4, 16.0, 0.3, 0.3, 0.2, 0.4]).double()).plot()
     assert (figure.layout.yaxis.type, wide.layout.yaxis.type) == (None, "log")

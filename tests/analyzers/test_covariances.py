@@ -40,10 +40,13 @@ def covariance(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 def test_covariances_of_all_pairs(two):
     xs = [residuals(seed, tokens=n) for seed, n in enumerate((9, 1, 14))]
     ys = [residuals(seed + 5, layers=3, tokens=n, width=5) for seed, n in enumerate((9, 1, 14))] if two else None
+
     result = Covariances(summed(lsim.Procrustes(), xs, ys))
     x = np.concatenate(xs, axis=1)
     y = np.concatenate(ys, axis=1) if two else x
+
     assert (result.samples, result.two_models, len(result.rows.mean), len(result.columns.mean)) == (24, two, 4, len(y))
+
     every = list(range(len(y)))
     for a in range(4):
         np.testing.assert_allclose(result.between(a, every), [covariance(x[a], y[b]) for b in every], atol=1e-10)
@@ -62,6 +65,7 @@ def test_pairs_of_one_model_are_computed_once():
     one_model = Covariances(summed(lsim.Procrustes(), [residuals(0, layers=3)]))
     assert one_model.pairs() == [(0, [1, 2]), (1, [2])]
     assert one_model.pairs(with_diagonal=True) == [(0, [0, 1, 2]), (1, [1, 2]), (2, [2])]
+
     two = Covariances(summed(lsim.Procrustes(), [residuals(0, layers=2)], [residuals(1, layers=3)]))
     assert two.pairs() == two.pairs(with_diagonal=True) == [(0, [0, 1, 2]), (1, [0, 1, 2])]
     # A triangle of pairs is kept, not a square.
@@ -78,6 +82,7 @@ def test_training_and_held_out_samples_are_summed_apart():
     y = residuals(1, layers=2, tokens=30, width=5)
     out = np.array(oracles.held_out_rows(30, 0.3, 7))
     analyzer = lsim.LinearPredictivity(test_fraction=0.3, seed=7)
+
     for column_views, z in ((None, x), ([y], y)):
         sums = summed(analyzer, [x], column_views)
         for name, chosen in (("train.", ~out), ("test.", out)):
@@ -97,6 +102,7 @@ def test_analyzers_of_one_run_share_the_products_of_a_batch(monkeypatch):
     sample_view = view(residuals(0))
     kernels = {"a": lsim.Procrustes().kernel(Sums()), "b": lsim.CCA().kernel(Sums())}
     reduce(kernels, sample_view)
+
     assert len(calls) == 1
     # Other samples are other products.
     for analyzer in (lsim.CCA(level="sequence"), lsim.CCA(level="sequence", pool="last")):
@@ -110,8 +116,11 @@ def test_a_mean_that_is_much_larger_than_the_spread(ratio):
     """Uncentred sums keep the digits that are needed, up to the bound at which a site is not defined."""
     x = residuals(0, tokens=60)
     expected = oracles.oracle_procrustes([x])["values"]
+
     covariances = Covariances(summed(lsim.Procrustes(), [x + ratio]))
+
     assert covariances.rows.defined.all()
+
     result = lsim.Procrustes().compute(summed(lsim.Procrustes(), [x + ratio]), _run(4))
     np.testing.assert_allclose(result.values, expected, atol=1e-14 * ratio**2 + 1e-12)
 
@@ -138,6 +147,7 @@ def test_one_constant_site_is_named_and_nan(cls):
     options = {"rows": list(range(60))} if cls is lsim.LinearPredictivity else {}
     selected = expected([x[[0, 2, 3]]], **options)
     defined_rows = [0, 2, 3]
+
     for name, axes in result.tensor_fields().items():
         value = getattr(result, name)
         if name in selected and axes == ("row", "column") and name not in oracles.no_null(1, 1):
@@ -147,6 +157,7 @@ def test_one_constant_site_is_named_and_nan(cls):
         if axes in (("residual",), ("column",)):
             assert value.isnan().tolist() == [False, True, False, False]
     assert repr(result)
+
     x[:] = 2.0
     with pytest.raises(lsim.LayersimError, match=rf"{cls.__name__} is not defined at any site"):
         cls().compute(summed(cls(), [x]), _run(4))
@@ -159,10 +170,12 @@ def test_a_constant_site_of_the_second_model(cls):
     y[2] = 1.0
     with pytest.warns(lsim.LayersimWarning, match=rf"{cls.__name__} is not defined at blocks\.1\.hook_resid_post, and NaN"):
         result = cls().compute(summed(cls(), [x], [y]), _run(2, 3))
+
     assert result.values.isnan().tolist() == [[False, False, True]] * 2
     if cls is lsim.CCA:
         assert not result.dimensions.isnan().any()
         assert result.column_directions.isnan().tolist() == [False, False, True]
+
     y[:] = 1.0
     with pytest.raises(lsim.LayersimError, match="not defined at any site"):
         cls().compute(summed(cls(), [x], [y]), _run(2, 3))
@@ -186,6 +199,7 @@ def test_rows_of_tokens_as_samples(cls):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(3, 60, 4))
     options = {"rows": 20, "row": torch.arange(60) // 3}
+
     for pool, pooled in (("mean", x.reshape(3, 20, 3, 4).mean(2)), ("first", x[:, ::3]), ("last", x[:, 2::3])):
         analyzer = cls(level="sequence", pool=pool)
         assert analyzer.needs.whole_rows
@@ -218,6 +232,7 @@ def test_sums_must_fit(cls, models, permutations):
     need = 24 * parts * (numbers + permutations * pairs * 32**2) / 1e9
     described = [_model() for _ in range(count)]
     cls(max_memory_gb=need * 1.001, permutations=permutations).check_sites(*described)
+
     with pytest.raises(lsim.LayersimError, match=f"{cls.__name__} .*`max_memory_gb`"):
         cls(max_memory_gb=need * 0.999, permutations=permutations).check_sites(*described)
 
@@ -240,6 +255,7 @@ def test_the_time_after_the_data_pass(cls):
 
     large = replace(_model(), layers=tuple(f"blocks.{i}.hook_resid_post" for i in range(31)), d_model=576)
     seconds = {"Procrustes": 0.07, "CCA": 0.2, "LinearPredictivity": 0.1}[cls.__name__] * 496
+
     assert cls().compute_seconds(large) == pytest.approx(seconds)
     assert cls(permutations=20).compute_seconds(replace(large, d_model=1152)) == pytest.approx(8 * 21 * seconds)
     assert cls().compute_seconds(replace(large, d_model=None, widths=())) == 0
@@ -251,7 +267,9 @@ def test_a_grid_of_models_runs_each_once_and_equals_compare(cls):
     models = {"a": tiny_llama(), "b": tiny_llama(seed=1), "c": tiny_llama(seed=2)}
     data = random_tokens(16, 20)
     options = {"distance": lambda r: 1 - float(r.values[-1, -1])} if cls is lsim.LinearPredictivity else {}
+
     grid = called(lsim.compare_grid, models, data, cls(), batch_size=4, **options)
+
     for a, b in itertools.product(models, models):
         pair_result = lsim.compare(models[a], models[b], lsim.Data(data, batch_size=4), cls())
         for name in pair_result.tensor_fields():
@@ -270,11 +288,14 @@ def test_the_null_of_real_activations(cls):
     model = tiny_llama()
     data = random_tokens(16, 20)
     at = ["blocks.0.hook_resid_post", "blocks.1.hook_resid_post"]
+
     result = lsim.analyze(model, data, cls(permutations=19), at=at)[cls.name]
     plain = lsim.analyze(model, data, cls(), at=at)[cls.name]
+
     torch.testing.assert_close(result.values, plain.values)
     assert result.permutations == 19
     assert float(result.p_values[0, 1]) == pytest.approx(0.05)
+
     threshold = float(result.null_threshold[0, 1])
     assert float(result.calibrated[0, 1]) == pytest.approx((float(result.values[0, 1]) - threshold) / (1 - threshold))
     assert float(result.null_mean[0, 1]) < float(result.values[0, 1])
@@ -288,9 +309,12 @@ def test_the_null_of_real_activations(cls):
 def test_half_precision_models_are_summed_in_float64(cls):
     model = tiny_llama(dtype=torch.bfloat16)
     data = random_tokens(16, 20)
+
     result = lsim.analyze(model, data, cls())[cls.name]
+
     assert result.provenance.dtype == "torch.bfloat16"
     assert result.values.dtype == torch.float64
+
     from ..models.tiny_models import hidden_states
 
     x = np.concatenate([hidden_states(model, row).astype(np.float64) for row in data], axis=1)

@@ -44,11 +44,13 @@ def test_cka_of_a_site_at_which_all_samples_are_the_same_is_nan(dtype, estimator
     """Also where a GPU's order of addition makes a last digit of difference."""
     x = with_same_samples(dtype)
     x[0] *= (1 + noise * np.sign(np.random.default_rng(2).normal(size=x[0].shape))).astype(dtype)
+
     with pytest.warns(lsim.LayersimWarning, match=f"CKA is not defined at {FIRST}, and NaN there"):
         result = from_views(lsim.CKA(estimator=estimator), [view(x, rows=8)])
     wide = x.astype(np.float64)
     wide[0] = residuals(0, tokens=120)[0]
     expected = oracles.oracle_cka([wide - wide.mean(1, keepdims=True)], biased=estimator == "biased", rows=15)["values"]
+
     rest_equals(result.values, expected, 1e-4 if dtype == np.float32 else 1e-9)
     assert result.effective_samples.isnan().tolist() == [True, False, False, False]
     assert 0 < result.headline()["smallest effective fraction of samples"] < 1
@@ -66,6 +68,7 @@ def test_cka_between_two_models_is_nan_in_the_row_of_the_one_site():
     sums = Sums.of(kernel(view(x, rows=8), view(y, rows=8)))
     with pytest.warns(lsim.LayersimWarning, match=FIRST):
         result = lsim.CKA().compute(sums, layer_run(4, 3))
+
     assert result.values.isnan()[0].all()
     assert not result.values.isnan()[1:].any()
     assert not result.column_effective_samples.isnan().any()
@@ -74,8 +77,10 @@ def test_cka_between_two_models_is_nan_in_the_row_of_the_one_site():
 def test_the_distance_of_models_is_nan_where_a_block_is_not_defined():
     x = residuals(0, tokens=120)
     x[2] = SAME
+
     with pytest.warns(lsim.LayersimWarning, match=r"blocks\.1\.hook_resid_post"):
         result = from_views(lsim.CKA(), [view(x, rows=8)])
+
     assert np.isnan(result.distance())
 
 
@@ -88,6 +93,7 @@ def test_centred_cosine_of_a_site_at_which_all_samples_are_the_same_is_nan(dtype
     wide = x.astype(np.float64)
     wide[0] = residuals(0, tokens=120)[0]
     expected = oracles.oracle_cosine([wide])
+
     for name in ("values", "std", "below_zero"):
         rest_equals(getattr(result, name), expected[name])
     np.testing.assert_allclose(result.to_last[:, 1:], expected["to_last"][:, 1:], atol=2e-3)
@@ -96,6 +102,7 @@ def test_centred_cosine_of_a_site_at_which_all_samples_are_the_same_is_nan(dtype
     np.testing.assert_allclose(result.adjacent[:, 1:], expected["adjacent"][:, 1:], atol=2e-3)
     assert result.monotone_share.isnan()
     assert np.isfinite(result.plot().data[0].zmin)
+
     result.plot("to_last")
     steps = "rising steps (fraction)"
     last = expected["values"][1:, -1]
@@ -105,12 +112,14 @@ def test_centred_cosine_of_a_site_at_which_all_samples_are_the_same_is_nan(dtype
 def test_one_zero_token_is_left_out_of_the_cosines_of_its_site_alone():
     x = residuals(0)
     x[2, 5] = 0
+
     with pytest.warns(lsim.LayersimWarning, match=r"is zero(.|\n)*blocks\.1\.hook_resid_post: 1 of 40"):
         result = from_views(lsim.Cosine(center="none"), [view(x, rows=8)])
     whole = oracles.oracle_cosine([residuals(0)], center="none")
     less = oracles.oracle_cosine([np.delete(residuals(0), 5, axis=1)], center="none")
     at = torch.arange(4) == 2
     touched = (at[:, None] | at).numpy()
+
     for name in ("values", "std", "below_zero"):
         expected = np.where(touched, less[name], whole[name])
         np.testing.assert_allclose(getattr(result, name), expected, atol=1e-9, err_msg=name)
@@ -121,9 +130,11 @@ def test_one_zero_token_is_left_out_of_the_cosines_of_its_site_alone():
 def test_one_zero_token_leaves_the_other_saturation_events_their_cosine():
     x = residuals(0)
     x[1:, 3] = 0
+
     with pytest.warns(lsim.LayersimWarning, match="residual is zero"):
         result = from_views(lsim.Saturation(), [view(x, rows=8)])
     without = from_views(lsim.Saturation(), [view(np.delete(x, 3, axis=1), np.delete(oracles.tokens_of(40), 3))])
+
     assert result.counts.sum() == 40
     np.testing.assert_allclose(result.cosine_to_last, without.cosine_to_last, atol=1e-12)
 
@@ -131,13 +142,17 @@ def test_one_zero_token_leaves_the_other_saturation_events_their_cosine():
 def test_a_block_that_adds_nothing_to_a_token_leaves_the_other_paths_their_shape():
     x = residuals(0)
     x[2, 4] = x[1, 4]
+
     with pytest.warns(lsim.LayersimWarning, match=r"update is zero.*: blocks\.1\.hook_resid_post: 1 of 40"):
         result = from_views(lsim.Trajectory(window=2), [view(x, rows=8)])
     less = oracles.oracle_trajectory([np.delete(x, 4, axis=1)], 2)
+
     np.testing.assert_allclose(result.lss_mean, less["lss_mean"], rtol=1e-9)
     np.testing.assert_allclose(result.windowed_lss, less["windowed_lss"], rtol=1e-9)
+
     whole = np.linalg.norm(x, axis=-1)
     np.testing.assert_allclose(result.norm, whole.mean(1), rtol=1e-9)
+
     update = np.linalg.norm(np.diff(x, axis=0), axis=-1)
     np.testing.assert_allclose(result.update_norm, update.mean(1), rtol=1e-9)
     np.testing.assert_allclose(result.equidistance.mean, np.mean(update.std(0) / update.mean(0)), rtol=1e-9)
@@ -146,12 +161,15 @@ def test_a_block_that_adds_nothing_to_a_token_leaves_the_other_paths_their_shape
 def test_a_block_that_adds_nothing_at_all_leaves_norms_and_growth():
     x = residuals(0)
     x[2] = x[1]
+
     with pytest.warns(lsim.LayersimWarning, match=r"blocks\.1\.hook_resid_post: 40 of 40"):
         result = from_views(lsim.Trajectory(), [view(x, rows=8)])
+
     assert result.lss.mean.isnan()
     assert result.lss.quantiles.isnan().all()
     assert result.update_norm[1] == 0
     assert (result.update_norm_quantiles[:, 1] == 0).all()
+
     norm = np.linalg.norm(x, axis=-1)
     growth = np.log(norm[1:] / norm[:-1])
     np.testing.assert_allclose(result.growth, growth.mean(1), atol=1e-12)
@@ -162,11 +180,14 @@ def test_a_zero_residual_and_a_flat_path_are_left_out_of_what_they_do_not_define
     x = residuals(0)
     x[0, 3] = 0
     x[-1, 7] = x[0, 7]
+
     with pytest.warns(lsim.LayersimWarning) as record:
         result = from_views(lsim.Trajectory(), [view(x, rows=8)])
     text = "\n".join(str(warning.message) for warning in record)
+
     assert re.search(r"residual is zero.*: blocks\.0\.hook_resid_pre: 1 of 40", text)
     assert "1 of 40 tokens have no expodistance" in text
+
     less = oracles.oracle_trajectory([np.delete(x, [3, 7], axis=1)])
     np.testing.assert_allclose(result.expodistance_mean, less["expodistance_mean"], rtol=1e-9)
     np.testing.assert_allclose(
@@ -182,10 +203,12 @@ def test_neural_collapse_names_the_site_where_all_classes_have_one_mean():
     x = residuals(0)
     label = torch.arange(40) % 2
     x[0] = SAME
+
     with pytest.warns(lsim.LayersimWarning, match=f"NC1 is not defined at {FIRST}, and NaN there"):
         result = from_views(
             lsim.NeuralCollapse(labels=label, level="token"), [view(x, row=torch.arange(40), column=torch.zeros(40).long())]
         )
+
     assert result.nc1.isnan().tolist() == [True, False, False, False]
 
 
@@ -194,8 +217,10 @@ def test_a_block_that_does_nothing_leaves_the_coupling_of_the_others():
     with torch.no_grad():
         model.model.layers[1].self_attn.o_proj.weight.zero_()
         model.model.layers[1].mlp.down_proj.weight.zero_()
+
     with pytest.warns(lsim.LayersimWarning, match=r"Coupling is not defined for blocks\.1\.hook_resid_post"):
         result = lsim.analyze(model, random_tokens(2, 6), lsim.BlockCoupling(k=3))["block_coupling"]
+
     assert result.values[1].isnan().all()
     assert result.values[:, 1].isnan().all()
     assert not result.values[0, 2].isnan()
@@ -207,6 +232,8 @@ def test_a_degenerate_site_is_shown_in_a_report_and_saved(tmp_path):
     with pytest.warns(lsim.LayersimWarning, match="CKA is not defined"):
         result = from_views(lsim.CKA(), [view(with_same_samples(), rows=8)])
     report = lsim.Report({"cka": result})
+
     assert "nan" in report.to_html(tmp_path / "page.html").read_text()
+
     loaded = lsim.load(report.save(tmp_path / "report.safetensors"))["cka"]
     assert torch.equal(loaded.values.isnan(), result.values.isnan())

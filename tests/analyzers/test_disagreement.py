@@ -36,6 +36,7 @@ def test_a_shared_dimension_of_large_variance():
     rng, x, y = unrelated()
     x[:, 0] = y[:, 0] = 50 * rng.normal(size=400)
     result = similarities(x, y)
+
     assert min(result["cka"], result["procrustes"], result["svcca"]) > 0.95
     assert max(result["cca"], result["knn"]) < 0.4
 
@@ -46,6 +47,7 @@ def test_different_dimensions_of_large_variance():
     x[:, 1] *= 100
     y[:, 0] *= 100
     result = similarities(x, y)
+
     assert result["cca"] > 0.999
     assert max(abs(result["cka"]), result["procrustes"]) < 0.2
 
@@ -54,5 +56,6 @@ def test_a_few_massive_samples():
     rng, x, y = unrelated()
     x[:4] = y[:4] = 500 * rng.normal(size=(4, 8))
     result = similarities(x, y)
+
     assert min(result["cka"], result["procrustes"]) > 0.95
     assert max(abs(result["rsa"]), result["knn"]) < 0.15

@@ -41,7 +41,7 @@ def computed(analyzer, *views: View) -> lsim.Result:
     return analyzer.compute(sums, layer_run(*(len(side.activations) for side in views)))
 
 
-def some(source_view: View, index: torch.Tensor) -> View:
+def selected(source_view: View, index: torch.Tensor) -> View:
     """The view of some samples."""
     names = ("tokens", "sequence", "position", "row")
     return replace(
@@ -54,7 +54,7 @@ def some(source_view: View, index: torch.Tensor) -> View:
 
 def exchanged(source_view: View, grid: torch.Tensor, order: torch.Tensor) -> View:
     """The view of samples `row position`, with the activations of other rows."""
-    flat = some(source_view, grid.flatten())
+    flat = selected(source_view, grid.flatten())
     return replace(flat, activations=source_view.activations[:, grid[order].flatten()])
 
 
@@ -76,14 +76,17 @@ def test_null_values_are_those_of_exchanged_rows(name, two):
     count = sum(LENGTHS)
     a = ragged(residuals(0, layers=3, tokens=count))
     b = ragged(residuals(1, layers=2, tokens=count, width=5)) if two else a
+
     result = computed(PAIRS[name](permutations=23), *((a, b) if two else (a,)))
     row_samples = samples_of(a, False)
     in_pairs = name not in ("procrustes", "cca")
     grid = draw_grid(
         row_samples, 256 if in_pairs else count * 64, 0, *((5, 4) if name == "mutual_knn" else (4, 4) if in_pairs else (1, 1))
     )
+
     assert grid.shape == (6, 6)
     assert a.sequence[grid[:, 0]].tolist() == [0, 2, 3, 4, 5, 7]
+
     # The seed of the orders depends on the samples that were drawn.
     drawn = row_samples if in_pairs else row_samples.select(grid.flatten().sort().values)
     if in_pairs:
@@ -91,12 +94,14 @@ def test_null_values_are_those_of_exchanged_rows(name, two):
         drawn = row_samples.select(used)
     orders = draw_permutations(23, 6, pool_key(drawn, 0))
     plain = PAIRS[name]()
-    values = [computed(plain, some(a, grid.flatten()), exchanged(b, grid, order)).values for order in orders]
+    values = [computed(plain, selected(a, grid.flatten()), exchanged(b, grid, order)).values for order in orders]
     expected = torch.stack(values)
     pair = (0, 1)
     np.testing.assert_allclose(result.null_mean[pair], expected.mean(0)[pair], atol=1e-9)
-    unpermuted = computed(plain, some(a, grid.flatten()), some(b, grid.flatten()))
+
+    unpermuted = computed(plain, selected(a, grid.flatten()), selected(b, grid.flatten()))
     np.testing.assert_allclose(result.observed[pair], unpermuted.values[pair], atol=1e-9)
+
     reached = (expected[:, 0, 1] >= unpermuted.values[pair] - 1e-10).sum()
     assert float(result.p_values[pair]) == pytest.approx((1 + float(reached)) / 24)
     # Values are of all samples, with a null and without.
@@ -107,6 +112,7 @@ def test_training_and_held_out_rows_are_exchanged_among_themselves():
     count = sum(LENGTHS)
     a = ragged(residuals(0, layers=2, tokens=count))
     b = ragged(residuals(1, layers=2, tokens=count, width=5))
+
     result = computed(lsim.LinearPredictivity(permutations=23, ridge=1.0, **SPLIT), a, b)
     out = oracles.held_out_rows(len(LENGTHS), 0.5, 0)
     row_samples = samples_of(a, False)
@@ -119,16 +125,19 @@ def test_training_and_held_out_rows_are_exchanged_among_themselves():
     values = []
     for pair_orders in zip(*orders, strict=True):
         # Rows in the order of the data, as the analyzer reads them.
-        left_sides = [some(a, grid.flatten()) for grid in grids]
+        left_sides = [selected(a, grid.flatten()) for grid in grids]
         right = [exchanged(b, grid, order) for grid, order in zip(grids, pair_orders, strict=True)]
         place = torch.cat([grid.flatten() for grid in grids]).argsort()
-        sides = [some(_joined(side), place) for side in (left_sides, right)]
+        sides = [selected(_joined(side), place) for side in (left_sides, right)]
         values.append(computed(lsim.LinearPredictivity(ridge=1.0, **SPLIT), *sides).values[0, 1])
+
     np.testing.assert_allclose(result.null_mean[0, 1], torch.stack(values).mean(), atol=1e-9)
 
 
 def _joined(views: list[View]) -> View:
-    parts = {name: torch.cat([getattr(part, name) for part in views]) for name in ("tokens", "sequence", "position", "row")}
+    parts = {}
+    for name in ("tokens", "sequence", "position", "row"):
+        parts[name] = torch.cat([getattr(part, name) for part in views])
     return replace(views[0], activations=torch.cat([part.activations for part in views], 1), **parts)
 
 
@@ -139,6 +148,7 @@ def test_independent_samples_are_exchanged_one_by_one(name):
     by_row = computed(PAIRS[name](permutations=40), samples(x))
     by_token = computed(PAIRS[name](permutations=40, unit="token"), samples(x))
     spread = (by_row.null_threshold - by_row.null_mean)[0, 1]
+
     np.testing.assert_allclose(by_row.null_mean[0, 1], by_token.null_mean[0, 1], atol=float(spread))
     np.testing.assert_allclose(by_row.values, by_token.values, atol=1e-9)
 
@@ -163,6 +173,7 @@ def test_a_result_does_not_depend_on_the_rows_of_a_forward_pass(analyzer):
     model = tiny_llama()
     rows = [random_tokens(1, 17 + i % 9, seed=i)[0] for i in range(40)]
     first = None
+
     for batch_size in (5, 16, 40):
         result = lsim.analyze(model, lsim.Data(rows, batch_size=batch_size), [analyzer], intervals=batch_size == 5)[
             analyzer.name
@@ -175,10 +186,13 @@ def test_a_result_does_not_depend_on_the_rows_of_a_forward_pass(analyzer):
 def test_a_longer_run_of_rows_has_more_pools():
     model = tiny_llama()
     rows = random_tokens(40, 32)
+
     result = lsim.analyze(model, rows, lsim.CKA())["cka"]
+
     # 16 rows of 32 tokens are two minibatches; the last eight rows are one.
     assert (result.minibatches, result.samples) == (5, 1280)
     assert 8 <= result.texts <= 16
+
     of_rows = lsim.analyze(model, rows, lsim.CKA(level="sequence"))["cka"]
     assert (of_rows.minibatches, of_rows.samples, of_rows.texts) == (1, 40, 40)
 
@@ -214,9 +228,11 @@ def test_draws_depend_on_the_rows_and_the_seed():
 def test_minibatches_are_whole():
     all_samples = samples_of(samples(residuals(0, tokens=64)), False)
     assert [len(part) for part in draw_minibatches(all_samples, 10, 0, 4, True)] == [10] * 6
+
     few = all_samples.select(torch.arange(7))
     assert [len(part) for part in draw_minibatches(few, 10, 0, 4, True)] == [7]
     assert draw_minibatches(all_samples.select(torch.arange(3)), 10, 0, 4, True) == []
+
     # At most 64 samples of a row, and four rows at least.
     long = samples_of(view(residuals(0, tokens=400), rows=4), False)
     assert [len(part) for part in draw_minibatches(long, 400, 0, 4, True)] == [256]
@@ -226,6 +242,7 @@ def test_minibatches_are_whole():
 def test_permutations_follow_their_key_and_grow_by_more():
     few = draw_permutations(3, 8, 5)
     six = draw_permutations(6, 8, 5)
+
     assert torch.equal(few, six[:3])
     assert all(sorted(permutation.tolist()) == list(range(8)) for permutation in six)
     assert len({tuple(permutation.tolist()) for permutation in six}) == 6
@@ -268,12 +285,15 @@ def test_compare_and_compare_grid_exchange_the_same_rows():
     models = {"a": tiny_llama(), "b": tiny_llama(seed=1), "c": tiny_llama(seed=2)}
     rows = random_tokens(8, 16)
     analyzer = lsim.CKA(permutations=40)
+
     grid = lsim.compare_grid(models, lsim.Data(rows, batch_size=2), analyzer)
     null = ("observed", "calibrated", "p_values", "null_mean", "null_threshold", "max_p_value")
+
     for pair in (("a", "b"), ("a", "c")):
         alone = called(lsim.compare, *(models[name] for name in pair), rows, analyzer, batch_size=2)
         for name in null:
             torch.testing.assert_close(getattr(grid[pair], name), getattr(alone, name), rtol=1e-6, atol=1e-6)
+
     result = lsim.analyze(models["b"], lsim.Data(rows, batch_size=2), [analyzer])["cka"]
     # A model beside itself has no pair of a layer and itself.
     torch.testing.assert_close(grid["b", "b"].max_calibrated, result.max_calibrated, rtol=1e-6, atol=1e-6)
@@ -284,7 +304,9 @@ def test_compare_and_compare_grid_exchange_the_same_rows():
 def test_related_layers_stand_out():
     model = tiny_llama()
     rows = random_tokens(32, 20)
+
     related = lsim.analyze(model, rows, [lsim.CKA(permutations=99)])["cka"]
+
     assert torch.equal(related.p_values, related.p_values.T)
     assert bool((related.p_values.diagonal(1) == 0.01).all())
     assert related.headline()["p-value of the maximum over pairs of layers"] == 0.01
@@ -293,11 +315,14 @@ def test_related_layers_stand_out():
 def test_the_null_of_a_layer_without_differences_is_nan():
     x = residuals(0, tokens=30)
     x[1] = 1.0
+
     with pytest.warns(lsim.LayersimWarning, match="not defined"):
         result = computed(lsim.CKA(permutations=19), view(x, rows=10))
+
     assert bool(result.p_values[1].isnan().all())
     assert not bool(result.p_values[0, 2:].isnan().any())
     assert 0 < float(result.max_p_value) <= 1
+
     # Also where a row of the null differs that is in no minibatch. The null has the first rows.
     drawn = torch.cat(draw_minibatches(samples_of(samples(x), False), 20, 0, 4, True)).tolist()
     x[1, next(row for row in range(20) if row not in drawn)] = 2.0

@@ -99,7 +99,9 @@ def test_the_formula_of_the_docs_is_the_mean_over_tuples_of_distinct_texts(centr
         / quadruples
         - 2 * ((k @ text_ones) @ (m @ text_ones) - text_ones @ ((k @ member) * (m @ member)) @ group_ones) / triples
     )
+
     assert formula == pytest.approx(oracles.hsic_by_tuples(x @ x.T, y @ y.T, text), rel=1e-10)
+
     # Without pairs of one text, HSIC of the centred samples is that of Song et al.
     alone = np.arange(len(text))
     assert oracles.hsic_by_tuples(x @ x.T, y @ y.T, alone) == pytest.approx(oracles.hsic_1(x @ x.T, y @ y.T), rel=1e-10)
@@ -115,9 +117,11 @@ def test_cka_is_the_ratio_of_means_over_tuples_of_distinct_texts(kind, estimator
         # All rows of a text but its last have equal lengths.
         rows = [[2] * (sum(text) // 2) + [1] * (sum(text) % 2) for text in rows]
     bank = bank_of(rows)
+
     result = lsim.analyze(opened(bank), data_of_rows(rows, how), lsim.CKA(estimator=estimator, minibatch=ALL))["cka"]
     text = np.repeat(np.arange(len(rows)), [sum(row_mask) for row_mask in rows])
     sites = bank.numpy().transpose(1, 0, 2)
+
     for first, second in ((0, 1), (1, 2)):
         expected = oracles.cka_by_tuples(sites[first], sites[second], text)
         assert float(result.values[first, second]) == pytest.approx(expected, rel=1e-9)
@@ -133,17 +137,22 @@ def test_the_null_is_that_of_all_orders_of_the_texts(name, kind):
     rows = TEXTS[kind]
     bank = bank_of(rows, seed=2)
     permutations = PERMUTATIONS.get(name, MOST_PERMUTATIONS)
+
     report = lsim.analyze(opened(bank), data_of_rows(rows, "groups"), make(permutations=permutations))
     [result] = report.values()
     x, _, y = bank.numpy().transpose(1, 0, 2)
     grid = oracles.positions_in_common([text for text in rows if len(text) > 1])
     if kind == "one short":
         # The samples of the third text lie between those of the second and the fourth.
-        grid = [[sample + (number > 1) for sample in grid_row] for number, grid_row in enumerate(grid)]
+        first, second, *later = grid
+        grid = [first, second, *([sample + 1 for sample in text] for text in later)]
     observed, values = oracles.exchanged_values(measure, x, y, grid)
+
     assert float(result.observed[0, 2]) == pytest.approx(observed, abs=1e-9)
+
     error = values.std() / math.sqrt(permutations)
     assert float(result.null_mean[0, 2]) == pytest.approx(values.mean(), abs=5 * error + 1e-9)
+
     p = oracles.p_value(observed, values)
     error = math.sqrt(p * (1 - p) / permutations) + 1 / permutations
     assert float(result.p_values[0, 2]) == pytest.approx(p, abs=5 * error)

@@ -26,6 +26,7 @@ def test_effective_depth():
     x = residuals(5)
     result = from_views(lsim.LogitLens(), [view(x)])
     accuracy = result.accuracy.tolist()
+
     for eps in (0.0, 0.3, 0.9, 0.99, 1.0):
         reached = [i + 1 for i, a in enumerate(accuracy) if a >= 1 - eps]
         assert result.effective_depth(eps) == (reached[0] if reached else len(accuracy))
@@ -36,11 +37,13 @@ def test_effective_depth():
 def test_thresholds():
     x = [residuals(6, tokens=30)]
     curve = from_views(lsim.ExitCurve(thresholds=(1, 0.5, 0, 0.5)), [view(x[0])])
+
     assert curve.thresholds == (0.0, 0.5, 1.0)
     assert curve.at(0).exits.tolist() == [30, 0, 0]
     assert curve.at(1).exits.tolist() == [0, 0, 30]
     assert (curve.at(0).speedup, curve.at(1).speedup, curve.at(1).agreement) == (3, 1, 1)
     assert curve.at(0.5).perplexity == curve.perplexity[1]
+
     expected = oracles.oracle_exit_curve(x, thresholds=(0.0, 0.5, 1.0))
     for name in ("values", "accuracy", "agreement", "perplexity", "speedup"):
         np.testing.assert_allclose(getattr(curve, name), expected[name], rtol=1e-9)
@@ -65,9 +68,11 @@ def test_accuracy_is_of_the_positions_with_a_target():
     labels[2::4] = 0
     labels[::4] = torch.tensor([token_layers[-1]["said"] for token_layers in oracles.lens_by_token([x], [None] * 30)])[::4]
     levels = (0.5, 1.0)
+
     result = from_views(lsim.ExitCurve(thresholds=levels, labels="data"), [view(x, labels=labels)])
     targets = [None if label == NO_LABEL else label for label in labels.tolist()]
     expected = oracles.oracle_exit_curve([x], targets, levels)
+
     assert expected["accuracy"][-1] == 8 / 15
     for name in ("accuracy", "agreement", "perplexity"):
         np.testing.assert_allclose(getattr(result, name), expected[name], rtol=1e-9)
@@ -78,8 +83,11 @@ def test_a_threshold_is_exceeded_and_not_met():
     logits = np.zeros((3, 4, 2))
     logits[:, -1, 1] = 3.0
     target = torch.tensor([1, 1, 1])
+
     lens = read_logits(logits, target)
+
     assert (lens["best_prob"][0] == 0.5).all()
+
     from tl_layersim.analyzers.exit_curve import exit_kernel
 
     flat = torch.as_tensor(logits).reshape(-1, 2)
@@ -105,7 +113,9 @@ def test_a_threshold_is_exceeded_and_not_met():
 def test_a_token_that_is_never_right():
     logits = np.zeros((4, 3, 30))
     logits[..., 5] = 9.0
+
     lens = read_logits(logits, torch.full((4,), 29))
+
     assert (lens["before"] == 10).all()
     assert (lens["best"] == 5).all()
 
@@ -114,7 +124,9 @@ def test_a_sure_layer_is_never_surer_than_one():
     rng = np.random.default_rng(0)
     logits = (rng.normal(size=(200, 3, 300)) - 25).astype(np.float32)
     logits[np.arange(200)[:, None], np.arange(3), rng.integers(0, 300, size=(200, 3))] = rng.uniform(-1, 1, size=(200, 3))
+
     lens = read_logits(logits, torch.zeros(200).long())
+
     assert (lens["best_prob"] <= 1).all()
     assert (lens["target_log_prob"] <= 0).all()
 
@@ -122,6 +134,7 @@ def test_a_sure_layer_is_never_surer_than_one():
 def test_a_probability_that_stays_does_not_rise():
     x = np.repeat(residuals(1)[-1:], 4, axis=0)
     result = from_views(lsim.LogitLens(), [view(x)])
+
     assert result.monotone_share == 0
     assert (result.agreement == 1).all()
 
@@ -133,6 +146,7 @@ def test_a_lucky_threshold_below_a_bad_one_is_not_chosen():
     agreement, accuracy = (torch.tensor(x, dtype=torch.float64) for x in ([0.96, 0.5, 1.0], [0.3, 0.4, 0.2]))
     part = {"part_agreement": agreement.expand(2, 3), "part_accuracy": accuracy.expand(2, 3)}
     odd = dataclasses.replace(curve, agreement=agreement, accuracy=accuracy, **part)
+
     assert odd.threshold_for(agreement=0.95) == 1.0
     assert odd.threshold_for(agreement=0.4) == 0.1
     assert odd.threshold_for(agreement=0.4, accuracy=0.2) == 0.1
@@ -150,6 +164,7 @@ def test_nothing_is_said_where_no_position_has_a_target(analyzer):
     x = residuals(0, tokens=10)
     with pytest.raises(lsim.LayersimError, match="positions with a target"):
         from_views(analyzer(labels="data"), [view(x, labels=torch.full((10,), NO_LABEL))])
+
     one_label = torch.full((10,), NO_LABEL)
     one_label[3] = 7
     assert from_views(analyzer(labels="data"), [view(x, labels=one_label)]).targets == 1
@@ -170,7 +185,9 @@ def test_a_classifier_has_no_next_token(analyzer):
 def test_an_agreement_of_exactly_95_percent_is_enough_for_the_headline():
     result = from_views(lsim.ExitCurve(thresholds=(0.5,)), [view(residuals(0))])
     exact = dataclasses.replace(result, agreement=torch.tensor([0.95], dtype=torch.float64))
+
     assert exact.headline()["threshold with 95 % agreement"] == 0.5
+
     below = dataclasses.replace(result, agreement=torch.tensor([0.9499], dtype=torch.float64))
     assert below.headline() == {"agreement at threshold 0.5": 0.9499}
 
@@ -183,6 +200,7 @@ def curve_of(rows: int = 24, **options):
 def test_halves_are_rows_whatever_the_batch_size():
     result = curve_of(batch_size=24)
     out = sum(oracles.held_out_rows(24, 0.5))
+
     assert result.part_exits[:, 0].sum(-1).tolist() == [9 * (24 - out), 9 * out]
     assert torch.equal(result.part_exits.sum(0), result.exits)
     for size in (1, 7):
@@ -208,6 +226,7 @@ def test_replicates_have_halves_of_their_own():
     result = curve_of(rows=48, intervals=True)
     out = np.array(oracles.held_out_rows(48, 0.5))
     size = 48 // len(result.replicates)
+
     for number, replicate in enumerate(result.replicates):
         remaining = np.delete(out, np.s_[number * size : (number + 1) * size])
         assert replicate.part_exits[:, 0].sum(-1).tolist() == [9 * (~remaining).sum(), 9 * remaining.sum()]
@@ -219,10 +238,12 @@ def test_packed_rows_are_halved_by_their_tokens():
     model = tiny_llama()
     texts = [" ".join(f"w{t}" for t in row.tolist()) for row in random_tokens(40, 9)]
     model.tokenizer = tiny_tokenizer()
+
     curves = [
         lsim.analyze(model, lsim.Data(texts, pack=True, seq_len=12, batch_size=size), lsim.ExitCurve())["exit_curve"]
         for size in (4, 9)
     ]
+
     assert torch.equal(curves[0].part_exits, curves[1].part_exits)
     assert (curves[0].part_exits[:, 0].sum(-1) > 0).all()
 
@@ -230,6 +251,7 @@ def test_packed_rows_are_halved_by_their_tokens():
 def test_one_row_has_no_held_out_half():
     result = curve_of(rows=1)
     assert result.threshold_for(agreement=1.0) <= 1
+
     with pytest.warns(lsim.LayersimWarning, match=r"`held_out` .*\b1 text\b"):
         assert np.isnan(result.at(1.0, held_out=True).agreement)
     assert result.at(1.0).agreement == 1
@@ -242,6 +264,7 @@ def test_rows_of_one_group_have_no_held_out_half():
     result = lsim.analyze(tiny_llama(), data, lsim.ExitCurve())["exit_curve"]
     with pytest.warns(lsim.LayersimWarning, match=r"`held_out` .*\b1 text\b"):
         point = result.at(result.threshold_for(agreement=0.6), held_out=True)
+
     assert np.isnan([point.agreement, point.accuracy, point.perplexity, point.speedup]).all()
 
 
@@ -249,9 +272,12 @@ def test_rows_of_one_group_have_no_held_out_half():
 def test_the_headline_has_the_interval_of_the_threshold_of_all_rows():
     asked = lsim.ExitCurve(thresholds=tuple(i / 10_000 for i in range(340, 400, 4)), agreement=0.6)
     data = lsim.Data(random_tokens(40, 9), batch_size=1)
+
     result = lsim.analyze(tiny_llama(), data, asked, intervals=True)["exit_curve"]
     threshold = result.headline()["threshold with 60 % agreement"]
+
     assert {replicate.lowest_threshold(0.6) for replicate in result.replicates} - {threshold}
+
     intervals = headline_intervals(result)
     for name, field in (("its agreement on held-out rows", "agreement"), ("its speed-up in blocks", "speedup")):
         expected = result.interval(lambda curve, field=field: getattr(curve.at(threshold, held_out=True), field))

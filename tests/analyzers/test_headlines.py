@@ -27,6 +27,7 @@ def test_the_headline_of_a_trajectory():
     norm = np.linalg.norm(x, axis=-1).mean(1)
     growth = np.diff(np.log(np.linalg.norm(x, axis=-1)), axis=0)
     median = np.quantile(growth.var(0) / growth.mean(0) ** 2, 0.5, method="inverted_cdf")
+
     assert len(headline) == 4
     assert headline["line-shape score (1: a straight line)"] == pytest.approx(float(expected["lss_mean"]))
     assert headline["expodistance, median (0: exponential growth)"] == pytest.approx(median, rel=0.024)
@@ -39,9 +40,11 @@ def test_the_headline_of_cka():
     result = from_views(lsim.CKA(minibatch=200), [samples(b) for b in x])
     headline = result.headline()
     expected = oracles.oracle_cka([b - b.mean(1, keepdims=True) for b in x])
+
     assert headline["CKA(embedding, last)"] == pytest.approx(expected["values"][0, 5])
     assert headline["CKA(middle layer, last)"] == pytest.approx(expected["values"][3, 5])
     assert headline["CKA(last but one, last)"] == pytest.approx(expected["values"][4, 5])
+
     least = min(expected["effective_samples"]) / 400
     assert headline["smallest effective fraction of samples"] == pytest.approx(least)
 
@@ -98,8 +101,10 @@ def test_headlines_speak_of_layers_only_where_sites_are_layers(at):
         lsim.NeuralCollapse(labels=torch.arange(12) % 2),
     ]
     model = tiny_llama()
+
     report = called(lsim.analyze, model, random_tokens(12, 6), analyzers, **options)
     probed = called(lsim.linear_probe, model, random_tokens(12, 6), lsim.LinearProbe(labels=torch.arange(12) % 2), **options)
+
     for result in [*report.values(), probed]:
         words = " ".join(result.headline())
         assert result.in_depth_order == (at == "resid_mid")
@@ -115,6 +120,7 @@ def test_the_headline_of_the_logit_lens_is_of_the_last_block_and_the_middle_one(
     x = residuals(0, layers=6, tokens=60)
     result = from_views(lsim.LogitLens(), [view(x)])
     expected = oracles.oracle_logit_lens([x])
+
     # Blocks 0 to 4: the middle one is block 2.
     assert result.headline() == pytest.approx(
         {
@@ -134,10 +140,13 @@ def test_the_headline_of_saturation_is_the_mean_block_of_tokens():
     expected = oracles.oracle_saturation([x])
     counts = expected["values"]
     mean = sum(block * count for block, count in enumerate(counts)) / 300
+
     assert 0 < mean < 4
+
     headline = result.headline()
     assert headline["saturated before the last block (fraction)"] == pytest.approx(1 - counts[-1] / 300)
     assert headline["mean saturation block"] == pytest.approx(mean)
+
     correlation = float(expected["correlation"])
     assert not math.isnan(correlation)
     assert headline["correlation with the cosine to the last layer"] == pytest.approx(correlation)
@@ -147,6 +156,7 @@ def test_without_early_events_there_is_no_correlation_to_speak_of():
     # Every layer says something else than the last.
     x = np.stack([np.tile(oracles.HEAD[word], (20, 1)) for word in (0, 1, 2, 3)]) + 0.0
     result = from_views(lsim.Saturation(), [view(x)])
+
     assert result.counts.tolist() == [0, 0, 20]
     assert list(result.headline().values()) == [0, 2]
 
@@ -172,6 +182,7 @@ def test_the_headline_is_of_pairs_of_different_blocks(normalize):
         over_pairs(values, lambda a, b: abs(a - b) == 1),
     ]
     headline = result.headline()
+
     assert list(headline.values()) == pytest.approx(expected, rel=1e-12)
     assert next(iter(headline)).startswith(("coupling" if normalize else "-m") + ", k = 3")
     np.testing.assert_allclose(result.coupling, values, rtol=1e-12)
@@ -183,6 +194,7 @@ def test_the_means_of_a_table_are_in_the_order_of_their_labels(normalize):
     result = measured(normalize)
     means = dict(zip(result.pair_kinds, result.mean_coupling.tolist(), strict=True))
     expected = {"all pairs": result.mean(), "neighbours": result.neighbours(), "random vectors": result.mean("null_coupling")}
+
     assert means == pytest.approx(expected, rel=1e-12)
     assert len(set(means.values())) == 3
 
@@ -191,6 +203,7 @@ def test_the_means_of_a_table_are_in_the_order_of_their_labels(normalize):
 def test_means_of_each_k(normalize):
     result = measured(normalize)
     offset = 1.0 if normalize else 0.0
+
     for number, k in enumerate((3, 2)):
         values = result.by_k[number].numpy()
         null = result.null_by_k[number].numpy()
@@ -211,8 +224,10 @@ def test_the_mean_over_lengths_is_the_mean_over_prompts():
     """One prompt of 9 tokens and one of 5: octaves 8 to 15 and 4 to 7."""
     views = [view(residuals(0, layers=5, tokens=9)), view(residuals(1, layers=5, tokens=5))]
     result = from_views(lsim.BlockCoupling(k=3), views)
+
     assert result.lengths == ("4 to 7", "8 to 15")
     assert result.length_count.tolist() == [1, 1]
+
     alone = [from_views(lsim.BlockCoupling(k=3), [prompt]).mean() for prompt in reversed(views)]
     np.testing.assert_allclose(result.by_length, alone, rtol=1e-12)
     assert result.measured_on("by_length").startswith("1, 1 ")

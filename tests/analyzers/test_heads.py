@@ -78,8 +78,10 @@ def test_ties_go_to_the_lowest_id():
     """All logits of a layer's head are equal: every layer below the last says id 0."""
     data = residuals(tokens=9)
     heads = ExitHeads(torch.zeros(2, oracles.WORDS, 8, dtype=torch.float64))
+
     lens = from_views(lsim.LogitLens(heads=heads), [view(data)])
     zero = [target == 0 for target in oracles.next_of([data]) if target is not None]
+
     assert lens.accuracy[:-1].tolist() == [sum(zero) / len(zero)] * 2
     np.testing.assert_allclose(lens.entropy[:-1].numpy(), np.log(oracles.WORDS), rtol=1e-12)
 
@@ -94,7 +96,9 @@ def test_padding_does_not_matter(name):
         tokens[i, 12 - len(row) :] = row
         mask[i, 12 - len(row) :] = 1
     analyzer = ANALYZERS[name](heads=heads)
+
     plain = lsim.analyze(tiny_llama(), rows, analyzer)[name]
+
     assert worst(plain, lsim.analyze(tiny_llama(), {"input_ids": tokens, "attention_mask": mask}, analyzer)[name]) == 0
 
 
@@ -102,7 +106,9 @@ def test_padding_does_not_matter(name):
 def test_heads_in_half_precision_and_of_another_dtype_than_the_model():
     tokens = random_tokens(4, 12)
     wide = random_heads(2, 100, 32, dtype=torch.float32)
+
     expected = lsim.analyze(tiny_llama(), tokens, lsim.LogitLens(heads=wide))["logit_lens"]
+
     for model, heads in (
         (tiny_llama(), wide.to(torch.bfloat16)),
         (tiny_llama(dtype=torch.bfloat16), wide),
@@ -119,9 +125,11 @@ def test_scale_and_soft_cap_apply_to_own_heads():
     heads = random_heads()
     head = own_head()
     capped = Unembed(head.norm, head.parts, "every", 0.5, 3.0, torch.float64, None, head.linear)
+
     result = from_views(lsim.LogitLens(heads=heads), [view(data, unembed=capped)])
     x = oracles.common.layer_norm(np.asarray(data))
     targets = oracles.next_of([data])
+
     for layer, (weight, bias) in enumerate(pairs(heads)):
         logits = 3 * np.tanh(0.5 * (x[layer + 1] @ weight.T + bias) / 3)
         losses = [-np.log(oracles.softmax(z)[y]) for z, y in zip(logits, targets, strict=True) if y is not None]
@@ -131,6 +139,7 @@ def test_scale_and_soft_cap_apply_to_own_heads():
 def test_the_result_says_which_heads_read_it():
     heads = random_heads(2, 100, 32, dtype=torch.float32, norm="none")
     result = lsim.analyze(tiny_llama(), random_tokens(2, 8), lsim.LogitLens(norm="none", heads=heads))["logit_lens"]
+
     assert result.unembedding == "heads[layer](x)"
     assert result.provenance.options["heads"] == str(heads)
     assert heads.digest[:12] in str(heads)
@@ -169,7 +178,9 @@ def test_a_file_stands_for_the_heads(tmp_path):
     heads = random_heads(2, 100, 32, dtype=torch.float32)
     path = heads.save(tmp_path / "heads.safetensors")
     tokens = random_tokens(2, 8)
+
     by_file = lsim.analyze(tiny_llama(), tokens, lsim.LogitLens(heads=str(path)))["logit_lens"]
+
     assert worst(by_file, lsim.analyze(tiny_llama(), tokens, lsim.LogitLens(heads=heads))["logit_lens"]) == 0
     assert by_file.provenance.options["heads"] == str(heads)
     with pytest.raises(FileNotFoundError, match=r"nothing.safetensors"):
@@ -180,8 +191,10 @@ def test_a_checkpoint_of_other_heads_is_refused(tmp_path):
     tokens = random_tokens(4, 8)
     path = tmp_path / "run.safetensors"
     heads = random_heads(2, 100, 32, dtype=torch.float32)
+
     first = lsim.analyze(tiny_llama(), tokens, lsim.LogitLens(heads=heads), checkpoint=path)["logit_lens"]
     result = lsim.analyze(tiny_llama(), tokens, lsim.LogitLens(heads=heads), checkpoint=path)["logit_lens"]
+
     assert worst(first, result) == 0
     with pytest.raises(lsim.LayersimError, match="checkpoint"):
         lsim.analyze(
@@ -193,9 +206,11 @@ def test_attach_reads_each_layer_by_its_own_head():
     model = tiny_llama()
     tokens = random_tokens(3, 9)
     heads = random_heads(2, 100, 32, dtype=torch.float32)
+
     with lsim.attach(model, lsim.LogitLens(heads=heads)) as probe:
         model(tokens)
     expected = lsim.analyze(model, lsim.Data(tokens, prepend_bos=False), lsim.LogitLens(heads=heads))["logit_lens"]
+
     assert worst(probe.results()["logit_lens"], expected) < 1e-9
 
 
@@ -205,7 +220,9 @@ def test_models_of_nnsight_read_the_same():
     tokens = random_tokens(3, 9)
     heads = random_heads(2, 100, 32, dtype=torch.float32)
     analyzers = [lsim.LogitLens(heads=heads), lsim.Saturation(heads=heads)]
+
     plain, traced_report = (
         lsim.analyze(model, lsim.Data(tokens, prepend_bos=False), analyzers) for model in (tiny_llama(), traced())
     )
+
     assert max(worst(plain[name], traced_report[name]) for name in plain) < 1e-6

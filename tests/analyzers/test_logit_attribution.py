@@ -36,10 +36,13 @@ def test_terms_add_up_to_the_logit_of_the_model(name):
     with torch.no_grad():
         logits = model(tokens).logits.double()
     of_next = logits[:, :-1].gather(-1, tokens[:, 1:, None]).mean()
+
     result = attributed(model, tokens)
     size = float(result.values.abs().sum())
+
     assert float(result.logit) == pytest.approx(float(of_next), abs=1e-6 * size)
     assert float(result.values.sum()) == pytest.approx(float(of_next), abs=1e-6 * size)
+
     blocks = result.values[0] + result.by_block.sum() + result.values[-1]
     assert float(blocks) == pytest.approx(float(of_next), abs=1e-6 * size)
     assert result.positions == 24
@@ -72,7 +75,9 @@ def test_a_layer_norm_with_weight_and_bias_equals_the_formula():
     direction = (model.lm_head.weight[7] - model.lm_head.weight[9]).detach()
     expected = [float((direction * weight * (part - part.mean()) / sigma).sum()) for part in captured]
     expected.append(float((direction * norm.bias.detach()).sum()))
+
     result = attributed(model, lsim.Data(row, positions="last"), 7, 9)
+
     np.testing.assert_allclose(result.values, expected, rtol=1e-9, atol=1e-11)
 
 
@@ -82,6 +87,7 @@ def test_attributions_equal_those_of_transformer_lens(make):
 
     wrapped = bridge(lively(make()))
     tokens = random_tokens(1, 9)
+
     before = attributed(wrapped, lsim.Data(tokens, positions="last"), 7, 9)
     wrapped.enable_compatibility_mode(disable_warnings=True)
     from_transformer_lens = direct_logit_attribution(wrapped, tokens, answer_tokens=7, incorrect_tokens=9)
@@ -90,6 +96,7 @@ def test_attributions_equal_those_of_transformer_lens(make):
     )
     embedding = values.pop("embed") + values.pop("pos_embed", 0.0)
     after = attributed(wrapped, lsim.Data(tokens, positions="last"), 7, 9)
+
     # They ask for folded weights, which change no attribution of a difference of two tokens.
     for result in (before, after):
         np.testing.assert_allclose(result.values[:-1], [embedding, *values.values()], rtol=1e-4, atol=1e-5)
@@ -105,8 +112,10 @@ def test_a_token_for_each_row_and_one_against_it(against):
     ids = [(7 * row) % 300 for row in range(39)]
     analyzer = lsim.LogitAttribution(torch.tensor(ids), None if against is None else torch.tensor(against))
     sample_view = with_sublayers(view(x, rows=39, row=torch.arange(39), column=torch.zeros(39).long()), x)
+
     result = from_views(analyzer, [sample_view])
     expected = oracles.oracle_logit_attribution([x], ids, against)
+
     for name, values in expected.items():
         np.testing.assert_allclose(getattr(result, name), values, rtol=1e-9, atol=1e-11, err_msg=name)
 
@@ -116,13 +125,17 @@ def test_text_intervals_files_and_figures(tmp_path):
     model.tokenizer = tiny_tokenizer()
     rows = random_tokens(20, 6)
     data = lsim.Data(rows, positions="last")
+
     report = lsim.analyze(model, data, lsim.LogitAttribution("w7", against="w9"), intervals=True)
     result = report["logit_attribution"]
+
     torch.testing.assert_close(result.values, attributed(model, data, 7, 9).values)
+
     parts = [attributed(model, lsim.Data(row[None], positions="last"), 7, 9).values for row in rows]
     torch.testing.assert_close(result.values, torch.stack(parts).mean(0), rtol=1e-5, atol=1e-6)
     # The standard error of a mean of 20 rows.
     torch.testing.assert_close(result.interval("values").error, torch.stack(parts).std(0) / 20**0.5, rtol=1e-4, atol=1e-6)
+
     loaded = lsim.load(result.save(tmp_path / "found.safetensors"))
     assert torch.equal(loaded.values, result.values)
     assert loaded.terms == result.terms
@@ -135,9 +148,12 @@ def test_text_intervals_files_and_figures(tmp_path):
 def test_a_probe_and_a_decoder_of_two_stacks():
     model = lively(tiny_llama())
     tokens = random_tokens(3, 9)
+
     with torch.no_grad(), lsim.attach(model, lsim.LogitAttribution(5)) as probe:
         model(tokens)
+
     torch.testing.assert_close(probe.results()["logit_attribution"].values, attributed(model, tokens, 5).values)
+
     result = attributed(t5(), rows_of_pairs())
     assert result.terms[1:4] == tuple(f"decoder.blocks.0.hook_{part}_out" for part in ("attn", "cross_attn", "mlp"))
     assert float(result.values.sum()) == pytest.approx(float(result.logit), abs=1e-6 * float(result.values.abs().sum()))
@@ -148,8 +164,10 @@ def test_a_block_whose_sublayers_miss_a_part_of_it_is_one_term():
     whole = with_sublayers(view(x), x)
     activations = whole.activations.clone()
     activations[whole.sites.index("blocks.1.hook_mlp_out")] *= 0.5
+
     result = from_views(lsim.LogitAttribution(), [type(whole)(**{**vars(whole), "activations": activations})])
     expected = oracles.oracle_logit_attribution([x])
+
     assert result.terms[3:5] == ("blocks.1.hook_resid_post", "blocks.2.hook_attn_out")
     assert float(result.values[3]) == pytest.approx(expected["by_block"][1])
     assert float(result.values.sum()) == pytest.approx(float(expected["logit"]))
@@ -174,6 +192,7 @@ def test_tails_that_are_not_a_norm_and_a_linear_layer_are_refused():
         attributed(family("bert"), tokens)
     with pytest.raises(lsim.LayersimError, match="whole rows"):
         attributed(causal_classifier(), tokens)
+
     bent = tiny_llama()
     bent.lm_head = Bent(bent.lm_head)
     with pytest.raises(lsim.LayersimError, match=r"not linear.*\b16 of 16\b"):
@@ -183,6 +202,7 @@ def test_tails_that_are_not_a_norm_and_a_linear_layer_are_refused():
 def test_tokens_that_are_missing_or_none_are_refused():
     model = tiny_llama()
     tokens = random_tokens(2, 9)
+
     with pytest.raises(lsim.LayersimError, match=r"`target` has the id 100"):
         attributed(model, tokens, 100)
     with pytest.raises(lsim.LayersimError, match=r"`against` is 'w3'.*tokenizer"):

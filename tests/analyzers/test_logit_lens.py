@@ -23,11 +23,15 @@ def test_the_lens_of_a_whole_model_equals_its_oracle(make, norm):
     rows = list(random_tokens(3, 12))
     states, targets = tables(model, rows)
     logits = by_hand(model, states, norm == "final")
-    table = [[oracles.softmax(z[t]) for z in logits] for t in range(states.shape[1])]
+    table = []
+    for t in range(states.shape[1]):
+        table.append([oracles.softmax(z[t]) for z in logits])
+
     report = lsim.analyze(model, lsim.Data(rows, batch_size=1), [lsim.LogitLens(norm=norm), lsim.Saturation(norm=norm)])
     lens = report["logit_lens"]
     saturation = report["saturation"]
     with_target = [t for t in range(len(targets)) if targets[t] is not None]
+
     for layer in range(len(logits)):
         cross_entropy = -np.mean([np.log(table[t][layer][targets[t]]) for t in with_target])
         agreement = np.mean([table[t][layer].argmax() == table[t][-1].argmax() for t in range(len(targets))])
@@ -35,8 +39,11 @@ def test_the_lens_of_a_whole_model_equals_its_oracle(make, norm):
         np.testing.assert_allclose(lens.cross_entropy[layer], cross_entropy, rtol=1e-9)
         np.testing.assert_allclose(lens.agreement[layer], agreement)
         np.testing.assert_allclose(lens.kl_to_final[layer], kl, atol=1e-9)
-    predicted = np.array([[p.argmax() for p in row] for row in table])
-    first = [min(k for k in range(predicted.shape[1]) if (row[k:] == row[-1]).all()) for row in predicted]
+
+    predicted = np.array(table).argmax(-1)
+    first = []
+    for row in predicted:
+        first.append(min(k for k in range(len(row)) if (row[k:] == row[-1]).all()))
     assert saturation.counts.tolist() == [first.count(k) for k in range(predicted.shape[1])]
 
 
@@ -45,6 +52,7 @@ def test_theorem_2_2_centred_equals_its_oracle():
     result = from_views(lsim.LogitLens(center="dataset"), [view(x) for x in data])
     expected = oracles.oracle_logit_lens(data, center=True)
     raw = oracles.oracle_logit_lens(data)
+
     for name in ("step_share", "step_share_if_closer", "lost_share"):
         np.testing.assert_allclose(getattr(result, name), expected[name], err_msg=name)
     assert not np.allclose(raw["step_share_if_closer"][1:], expected["step_share_if_closer"][1:])
@@ -53,7 +61,9 @@ def test_theorem_2_2_centred_equals_its_oracle():
 def test_correct_predictions_that_a_later_layer_loses():
     best = torch.tensor([[0, 0, 0, 0], [1, 2, 0, 4], [2, 2, 3, 4], [1, 2, 0, 4]])
     x = 5.0 * torch.nn.functional.one_hot(best, 8).double().numpy()
+
     result = from_views(lsim.LogitLens(), [view(x, np.arange(4), unembed=own_head(np.eye(8)))])
+
     np.testing.assert_allclose(result.accuracy, [2 / 3, 2 / 3, 2 / 3])
     # The next tokens are 1, 2 and 3.
     np.testing.assert_allclose(result.lost_share, [1 / 3, 1 / 3, 0])
@@ -81,6 +91,7 @@ def test_one_lens_serves_all_who_ask():
         return sum(count)
 
     alone = calls([lsim.LogitLens()])
+
     assert calls([lsim.LogitLens(), lsim.ExitCurve(), lsim.Saturation()]) == alone
     assert calls([lsim.Saturation()]) < alone
     assert calls([lsim.LogitLens(norm="none"), lsim.ExitCurve()]) > 1.5 * alone
@@ -101,8 +112,11 @@ def test_the_next_token_is_the_one_that_the_model_attends_to():
     model = tiny_llama()
     tokens = random_tokens(1, 8)
     mask = torch.tensor([[1, 1, 1, 0, 1, 1, 0, 0]])
+
     result = lsim.analyze(model, {"input_ids": tokens, "attention_mask": mask}, lsim.LogitLens())["logit_lens"]
+
     assert (result.positions, result.targets) == (5, 3)
+
     skipped = lsim.analyze(model, lsim.Data(tokens, skip_first=2), lsim.LogitLens())["logit_lens"]
     assert (skipped.positions, skipped.targets) == (6, 5)
 
@@ -111,6 +125,7 @@ def test_fields_have_their_own_names():
     result = from_views(lsim.LogitLens(), [view(residuals(5))])
     assert torch.equal(result.cross_entropy, result.values)
     assert np.asarray(result).shape == (3,)
+
     table = result.to_frame()
     assert {"layer", "cross_entropy", "perplexity", "accuracy", "agreement", "kl_to_final", "entropy"} <= set(table.columns)
     assert "values" not in table.columns
@@ -123,7 +138,9 @@ def test_fields_have_their_own_names():
 def test_a_label_that_cannot_be_said_has_no_probability():
     logits = np.zeros((2, 3, 40))
     logits[:, 0, 7] = -np.inf
+
     statistics = read_logits(logits, torch.tensor([7, 7]))
+
     assert statistics["target_log_prob"][0].isneginf().all()
     np.testing.assert_allclose(statistics["target_log_prob"][1:], -np.log(40))
     np.testing.assert_allclose(statistics["entropy"][0], np.log(39))
@@ -132,6 +149,7 @@ def test_a_label_that_cannot_be_said_has_no_probability():
 def test_a_grid_as_a_table():
     grid = lsim.prompts.prediction_grid(tiny_llama(), random_tokens(1, 9)[0])
     table = grid.to_frame()
+
     assert list(table.columns) == ["position", "token", "layer", "probability", "entropy", "word", "final"]
     assert table[table.layer == "blocks.2.hook_resid_post"].final.all()
     assert table.word.tolist() == [word for row in grid.words for word in row]
@@ -142,10 +160,12 @@ def test_a_grid_as_a_table():
 def test_measures_that_need_no_target_are_the_same_without_targets(tmp_path):
     model = tiny_llama()
     tokens = random_tokens(3, 12)
+
     with_targets, without = (
         lsim.analyze(model, tokens, [lsim.LogitLens(labels=labels), lsim.ExitCurve(labels=labels)])
         for labels in ("next_token", "none")
     )
+
     for key, names in (
         ("logit_lens", ("agreement", "kl_to_final", "entropy")),
         ("exit_curve", ("exits", "agreement", "speedup")),
@@ -158,6 +178,7 @@ def test_measures_that_need_no_target_are_the_same_without_targets(tmp_path):
     with pytest.raises(lsim.LayersimError, match=r"accuracy[ =]0\.5"):
         without["exit_curve"].threshold_for(accuracy=0.5)
     assert without["logit_lens"].provenance.options["labels"] == "none"
+
     page = without.to_html(tmp_path / "page.html").read_text()
     assert "Agreement with the final prediction" in page
     assert "Probability of the target" not in page
@@ -193,6 +214,7 @@ def test_no_more_logits_are_made_at_once_than_memory_was_given_for(analyzer):
 
     few = sizes(0.05)
     many = sizes(10)
+
     assert max(few) <= 0.05 * 2**20
     # Yet more than half of it: chunks are as large as they may be.
     assert max(few) > 0.025 * 2**20
@@ -207,6 +229,7 @@ def test_positions_with_infinite_logits_are_counted_over_all_chunks(analyzer):
     # Far apart, so that no chunk has both.
     x[2, [3, 27]] = 1e300
     head = own_head(np.full((300, 8), 1e20) * np.sign(np.random.default_rng(0).normal(size=(300, 8))))
+
     with pytest.raises(lsim.LayersimError, match=r"\b2 .*hook_resid_post"):
         from_views(analyzer(norm="none", lens_memory_mb=0.01), [view(x, unembed=head)])
 
@@ -223,6 +246,7 @@ def test_what_is_saved_can_be_resumed(tmp_path):
     model = tiny_llama()
     tokens = random_tokens(12, 9)
     every = [lsim.LogitLens(), lsim.Saturation(center="dataset"), lsim.ExitCurve(), lsim.Trajectory(), lsim.NeuralCollapse()]
+
     whole = lsim.analyze(model, lsim.Data(tokens, batch_size=3), every)
 
     class Stop(Exception):
@@ -238,8 +262,10 @@ def test_what_is_saved_can_be_resumed(tmp_path):
     rows = Cut(list(tokens))
     rows.armed = True
     path = tmp_path / "run.part"
+
     with pytest.raises(Stop):
         lsim.analyze(model, lsim.Data(rows, batch_size=3), every, checkpoint=path)
+
     rows.armed = False
     resumed = lsim.analyze(model, lsim.Data(rows, batch_size=3), every, checkpoint=path)
     for name in whole:
@@ -253,6 +279,7 @@ def test_saturation_with_a_centre_and_without():
         expected = oracles.oracle_saturation(x, norm=False, center=center == "dataset")
         for name, value in expected.items():
             np.testing.assert_allclose(getattr(result, name), value, atol=1e-9, err_msg=name)
+
     # Exactly, whatever the rounding of norms.
     few = [from_views(lsim.Saturation(), [view(residuals(seed, tokens=3))]) for seed in range(20)]
     assert {float(result.cosine_to_last[-1]) for result in few} == {1.0}
@@ -269,12 +296,15 @@ def test_what_is_shared_is_what_each_would_find_alone():
     model = lively(tiny_llama())
     tokens = random_tokens(4, 12)
     every = [lsim.ExitCurve(), lsim.LogitLens(top_k=(1, 20), norm="none"), lsim.Saturation(norm="none")]
+
     together = lsim.analyze(model, tokens, every)
     swapped = lsim.analyze(model, tokens, [lsim.ExitCurve(), lsim.LogitLens(top_k=(1, 20)), lsim.Saturation()])
+
     for analyzer in every:
         alone = lsim.analyze(model, tokens, analyzer)[analyzer.name]
         assert worst(together[analyzer.name], alone) < 1e-5
     assert worst(swapped["logit_lens"], lsim.analyze(model, tokens, lsim.LogitLens(top_k=(1, 20)))["logit_lens"]) < 1e-5
+
     mixed = lsim.analyze(model, tokens, [lsim.LogitLens(), lsim.Saturation(norm="none")])["saturation"]
     assert torch.equal(mixed.counts, together["saturation"].counts)
     assert not torch.equal(mixed.counts, swapped["saturation"].counts)
@@ -285,7 +315,9 @@ def test_a_later_token_with_low_logits_is_read_as_well_as_the_first():
     logits = rng.normal(size=(5, 3, 200))
     low = logits.copy()
     low[1:] -= 101
+
     exact = read_logits(logits, torch.arange(5))
     statistics = read_logits(low.astype(np.float32), torch.arange(5))
+
     for name in ("best_prob", "target_log_prob", "entropy", "kl"):
         np.testing.assert_allclose(statistics[name], exact[name], atol=2e-4, err_msg=name)

@@ -117,6 +117,7 @@ def test_planning_sites_changes_no_model():
     plan = plan_sites([source], {"cka": lsim.CKA()}, at="mlp_out")
 
     assert source.sites == before
+
     plan.start_reading()
     assert source.sites == tuple(f"blocks.{block}.hook_mlp_out" for block in range(len(before) - 1))
     assert plan.models()["cka"][0].layers == source.sites

@@ -26,12 +26,12 @@ def planted(spread: float, seed: int = 0) -> tuple[np.ndarray, torch.Tensor]:
     return x, torch.as_tensor(label)
 
 
-def of(x, label, **options) -> NeuralCollapseResult:
+def collapse_of(x, label, **options) -> NeuralCollapseResult:
     return from_views(lsim.NeuralCollapse(labels="data", level="token", **options), [view(x, labels=label)])
 
 
 def test_it_falls_as_classes_gather():
-    values = [of(*planted(spread)).nc1 for spread in (2.0, 1.0, 0.1, 0.0)]
+    values = [collapse_of(*planted(spread)).nc1 for spread in (2.0, 1.0, 0.1, 0.0)]
     for wide, tight in itertools.pairwise(values):
         assert (wide > tight).all()
     np.testing.assert_allclose(values[-1], 0, atol=1e-12)
@@ -45,10 +45,13 @@ def test_it_equals_its_oracle_with_labels_and_the_most_frequent_classes(classes)
     label[3:7] = 2
     label[0] = -100
     expected = oracles.oracle_neural_collapse([x], [None if y < 0 else int(y) for y in label], classes)
-    result = of(x, label, classes=classes)
+
+    result = collapse_of(x, label, classes=classes)
+
     for name, value in expected.items():
         np.testing.assert_allclose(getattr(result, name), value, rtol=1e-8, atol=1e-12, err_msg=name)
-    by_id = of(x, label, classes=result.labels)
+
+    by_id = collapse_of(x, label, classes=result.labels)
     assert worst(result, by_id) == 0
 
 
@@ -59,22 +62,26 @@ def test_a_simplex_that_the_classifier_has_too():
     x = np.stack([x, x @ np.diag([1, 1, 1, -1])])
     label = torch.as_tensor(np.repeat(np.arange(4), 10))
     weight = torch.as_tensor(np.concatenate([0.1 * simplex + 7, np.ones((2, 4))]))
+
     result = from_views(lsim.NeuralCollapse(labels="data", level="token", classifier=weight), [view(x, labels=label)])
+
     np.testing.assert_allclose(result.nc2, 0, atol=1e-12)
     np.testing.assert_allclose(result.equinorm, 0, atol=1e-12)
     np.testing.assert_allclose(result.nc3[0], 0, atol=1e-12)
     assert result.nc3[1] > 0.5
-    assert bool(of(x, label).nc3.isnan().all())
+    assert bool(collapse_of(x, label).nc3.isnan().all())
 
 
 def test_nc3_equals_its_oracle():
     x, label = planted(1.0)
     weight = np.random.default_rng(3).normal(size=(6, 8))
     expected = oracles.oracle_neural_collapse([x], label.tolist(), weight=weight)
-    result = of(x, label, classifier=torch.as_tensor(weight))
+
+    result = collapse_of(x, label, classifier=torch.as_tensor(weight))
+
     np.testing.assert_allclose(result.nc3, expected["nc3"], rtol=1e-10)
     with pytest.raises(lsim.LayersimError, match=r"`classifier` has 3 rows.* 3\b"):
-        of(x, label, classifier=torch.as_tensor(weight[:3]))
+        collapse_of(x, label, classifier=torch.as_tensor(weight[:3]))
     with pytest.raises(lsim.LayersimError, match=r"`classifier` has shape \(6, 8\).* 32"):
         lsim.analyze(tiny_llama(), random_tokens(), lsim.NeuralCollapse(classifier=torch.as_tensor(weight)))
 
@@ -84,13 +91,14 @@ def test_more_classes_than_dimensions():
     label = np.repeat(np.arange(12), 6)
     x = rng.normal(size=(2, 12, 4))[:, label] * 3 + rng.normal(size=(2, 72, 4))
     expected = oracles.oracle_neural_collapse([x], label.tolist(), 12)
-    np.testing.assert_allclose(of(x, torch.as_tensor(label), classes=12).nc1, expected["values"], rtol=1e-8)
+
+    np.testing.assert_allclose(collapse_of(x, torch.as_tensor(label), classes=12).nc1, expected["values"], rtol=1e-8)
 
 
 def test_it_does_not_change_with_rotation_scale_and_offset():
     x, label = planted(1.0)
     rotation = np.linalg.qr(np.random.default_rng(1).normal(size=(8, 8)))[0]
-    np.testing.assert_allclose(of(x, label).nc1, of(3 * x @ rotation + 20, label).nc1, rtol=1e-6)
+    np.testing.assert_allclose(collapse_of(x, label).nc1, collapse_of(3 * x @ rotation + 20, label).nc1, rtol=1e-6)
 
 
 @pytest.mark.parametrize("pool", ["last", "first", "mean"])
@@ -98,12 +106,14 @@ def test_rows_as_samples(pool):
     model = tiny_llama()
     rows = [random_tokens(1, n, seed=n)[0] for n in (9, 5, 7, 6, 8, 4)]
     label = torch.tensor([0, 1, 0, 1, 1, 0])
+
     result = lsim.analyze(model, rows, lsim.NeuralCollapse(labels=label, pool=pool))["neural_collapse"]
     from ..models.tiny_models import hidden_states
 
     pick = {"last": lambda s: s[:, -1], "first": lambda s: s[:, 0], "mean": lambda s: s.mean(1)}[pool]
     x = np.stack([pick(hidden_states(model, row)) for row in rows], axis=1)
     expected = oracles.oracle_neural_collapse([x], label.tolist())
+
     # Float32 activations under a pseudo-inverse; where the first token is the whole sample, what enters block 0 is words.
     np.testing.assert_allclose(result.nc1, expected["values"], rtol=1e-3)
     assert result.samples.tolist() == [3, 3]
@@ -113,13 +123,16 @@ def test_the_first_look_runs_no_model():
     model = tiny_llama()
     forwards = []
     model.model.layers[0].register_forward_hook(lambda *_: forwards.append(1))
+
     lsim.analyze(model, lsim.Data(random_tokens(8, 20), batch_size=4), lsim.Cosine(center="none"))
     of_one_pass = len(forwards)
     forwards.clear()
     result = lsim.analyze(model, lsim.Data(random_tokens(8, 20), batch_size=4), lsim.NeuralCollapse(classes=5))[
         "neural_collapse"
     ]
+
     assert len(forwards) == of_one_pass
+
     following = random_tokens(8, 20)[:, 1:].flatten().tolist()
     order = sorted(set(following), key=lambda t: (-following.count(t), t))[:5]
     assert result.labels == tuple(order)
@@ -129,6 +142,7 @@ def test_the_first_look_runs_no_model():
 def test_what_it_cannot_do_is_refused():
     model = tiny_llama()
     tokens = random_tokens(4, 20)
+
     for classes in (1, (), (1,), (2, 2)):
         with pytest.raises(lsim.LayersimError, match="`classes`"):
             lsim.NeuralCollapse(classes=classes)
@@ -143,6 +157,7 @@ def test_what_it_cannot_do_is_refused():
         lsim.attach(model, lsim.NeuralCollapse()),
     ):
         pass
+
     ids = tuple(tokens[:, 1:].flatten().unique()[:6].tolist())
     once = lsim.analyze(model, iter(tokens), lsim.NeuralCollapse(classes=ids))
     with torch.no_grad(), lsim.attach(model, lsim.NeuralCollapse(classes=ids)) as probe:
@@ -157,14 +172,17 @@ def test_a_common_offset_says_nothing(offset, width):
     label = np.repeat(np.arange(4), 20)
     x = rng.normal(size=(2, 4, width))[:, label] * 2 + 0.5 * rng.normal(size=(2, 80, width))
     expected = oracles.oracle_neural_collapse([x], label.tolist(), 4)
-    result = of(x + offset * rng.normal(size=width), torch.as_tensor(label))
+
+    result = collapse_of(x + offset * rng.normal(size=width), torch.as_tensor(label))
+
     np.testing.assert_allclose(result.nc1, expected["values"], rtol=1e-3 if offset > 1e4 else 1e-6)
 
 
 def test_classes_with_one_mean_have_no_collapse():
     collapsed = np.ones((2, 20, 8)) * np.array([1.0, 7.3])[:, None, None]
     with pytest.warns(lsim.LayersimWarning, match="NC1 is not defined"):
-        result = of(collapsed, torch.arange(20) % 2)
+        result = collapse_of(collapsed, torch.arange(20) % 2)
+
     assert result.nc1.isnan().all()
     assert (result.between == 0).all()
 
@@ -210,6 +228,7 @@ def test_the_default_sample_is_what_the_head_reads_of_a_row(kind):
         return oracles.oracle_neural_collapse([samples], label, 3)["values"]
 
     default, options = nc1()
+
     np.testing.assert_allclose(default[1:], expected(x[1:, :, 0]), rtol=1e-6)
     assert (options["pool"], options["positions"]) == ("head", "first")
     # Beside analyzers of single positions no rule is needed.
@@ -220,6 +239,7 @@ def test_the_default_sample_is_what_the_head_reads_of_a_row(kind):
         values, options = nc1(**asked)
         np.testing.assert_allclose(values[1:], expected(samples), rtol=1e-6)
         assert options["pool"] == "last"
+
     values, _ = nc1(positions="mean")
     np.testing.assert_allclose(values[1:], expected(x[1:].mean(2)), rtol=1e-6)
     with pytest.raises(lsim.LayersimError, match="`skip_first` is 1"):
@@ -234,10 +254,12 @@ def test_the_default_sample_at_other_sites_and_of_other_models():
     tokens = random_tokens(8, 9)
     label = torch.tensor([0, 1] * 4)
     data = {"input_ids": tokens, "labels": label}
+
     at_mlp = [
         lsim.analyze(bert(), data, lsim.NeuralCollapse(labels="data", pool=pool), at="mlp_out")["neural_collapse"]
         for pool in (None, "first", "last")
     ]
+
     assert at_mlp[0].provenance.options["pool"] == "first"
     assert torch.equal(at_mlp[0].values, at_mlp[1].values)
     assert not torch.equal(at_mlp[0].values, at_mlp[2].values)

@@ -42,6 +42,7 @@ def test_early_exit_by_residuals_takes_it():
     model = pair_bert(labels=1)
     inputs = pair_data(ROWS)
     exits = lsim.EarlyExit(model, 1.0, rule="cosine").logits(inputs["input_ids"], inputs["attention_mask"])
+
     assert exits.logits.shape == (ROWS, 1)
 
 
@@ -57,6 +58,7 @@ def test_the_aligned_loss_and_the_layers_of_two_models_refuse_it():
     inputs = pair_data(ROWS)
     ids = inputs.pop("input_ids")
     mask = inputs.pop("attention_mask")
+
     with pytest.raises(lsim.LayersimError, match=SAYS):
         lsim.training.aligned_loss(model, ids, labels=CLASSES, attention_mask=mask, inputs=inputs)
     with pytest.raises(lsim.LayersimError, match=SAYS):

@@ -27,6 +27,7 @@ def test_values_are_those_of_each_row_alone(batch_size):
     report = lsim.analyze(model, lsim.Data(rows(), batch_size=batch_size), BOTH)
     path = report["trajectory"]
     coupling = report["block_coupling"]
+
     assert path.prompt_rows == coupling.prompt_rows == (0, 1, 2, 3, 4)
     assert path.prompt_tokens.tolist() == coupling.prompt_tokens.tolist() == list(LENGTHS)
     for number, row in enumerate(rows()):
@@ -43,13 +44,17 @@ def test_prompts_can_be_correlated():
     report = lsim.analyze(tiny_llama(), rows(), BOTH)
     lss = report["trajectory"].by_prompt()
     coupling = report["block_coupling"].by_prompt()
+
     assert list(lss) == ["row 0", "row 1", "row 2", "row 3", "row 4"]
+
     fit = lsim.many.relate(coupling, lss)
     expected = np.corrcoef(list(coupling.values()), list(lss.values()))[0, 1] ** 2
     np.testing.assert_allclose(fit.r_squared, expected)
+
     table = report["trajectory"].to_frame("prompt_lss")
     assert list(table.columns) == ["prompt_row", "prompt_lss"]
     assert report["block_coupling"].plot("prompt_coupling").data
+
     path = report["trajectory"]
     assert list(path.by_prompt("equidistance").values()) == path.prompt_equidistance.tolist()
     assert path.to_frame("prompt_norm").shape == (5 * 4, 3)
@@ -70,8 +75,10 @@ def test_rows_without_a_value_are_not_a_number():
     with torch.no_grad():
         # Token 5 has an embedding of zero, which no block changes: its steps have no direction.
         model.model.embed_tokens.weight[5] = 0
+
     with pytest.warns(lsim.LayersimWarning, match=r"is zero.*: 3 of 36\b"):
         result = lsim.analyze(model, tokens, lsim.Trajectory(per_prompt=True))["trajectory"]
+
     assert result.prompt_lss.isnan().tolist() == [False, True, False, False, False]
     assert result.prompt_tokens[1] == 3
     assert list(result.by_prompt()) == ["row 0", "row 2", "row 3", "row 4"]
@@ -80,11 +87,13 @@ def test_rows_without_a_value_are_not_a_number():
 def test_tokens_of_one_prompt_are_averaged():
     model = tiny_llama()
     tokens = rows()[2:]
+
     result = lsim.analyze(model, tokens, lsim.BlockCoupling(k=4, tokens=(0, -1), per_prompt=True))["block_coupling"]
     prompts = [
         lsim.analyze(model, tokens, lsim.BlockCoupling(k=4, tokens=(p,), per_prompt=True))["block_coupling"] for p in (0, -1)
     ]
     mean = (prompts[0].prompt_coupling + prompts[1].prompt_coupling) / 2
+
     torch.testing.assert_close(result.prompt_coupling, mean, rtol=1e-4, atol=1e-5)
     assert result.prompt_tokens.tolist() == [12, 5, 9]
 

@@ -43,6 +43,7 @@ def by_hand(value: float, null: list[float]) -> tuple[float, float, float]:
 def test_every_field_is_counted_by_hand(permutations, one_model):
     values, null = similarities(permutations)
     matrix = result(values, null, one_model)
+
     assert matrix.permutations == permutations
     for a, b in itertools.product(range(3), range(3)):
         sample = null[:, min(a, b) if one_model else a, max(a, b) if one_model else b].tolist()
@@ -51,9 +52,12 @@ def test_every_field_is_counted_by_hand(permutations, one_model):
         assert float(matrix.null_threshold[a, b]) == threshold
         assert float(matrix.calibrated[a, b]) == pytest.approx(calibrated, abs=1e-12)
         assert float(matrix.null_mean[a, b]) == pytest.approx(np.mean(sample), abs=1e-12)
+
     pairs = [(a, b) for a in range(3) for b in range(3) if a < b or not one_model]
     largest = max(float(values[pair]) for pair in pairs)
-    maxima = [max(float(permuted[pair]) for pair in pairs) for permuted in null]
+    maxima = []
+    for permuted in null:
+        maxima.append(max(float(permuted[pair]) for pair in pairs))
     p, _, calibrated = by_hand(largest, maxima)
     assert [float(number) for number in (matrix.max_value, matrix.max_p_value)] == [largest, p]
     assert float(matrix.max_calibrated) == pytest.approx(calibrated, abs=1e-12)
@@ -66,6 +70,7 @@ def test_it_equals_calibrated_similarity():
     null = null.float()
     matrix = result(values.double(), null.double(), one_model=False)
     numbers = torch.arange(1.0, 61)
+
     for a, b in itertools.product(range(2), range(3)):
         # Its similarity function receives the observed samples first, then one permutation after the other.
         calls = iter([values[a, b], *null[:, a, b]])
@@ -73,6 +78,7 @@ def test_it_equals_calibrated_similarity():
         expected = reference.calibrate(*arguments, K=60)
         actual = (matrix.calibrated[a, b], matrix.p_values[a, b], matrix.null_threshold[a, b])
         np.testing.assert_allclose([float(x) for x in actual], [float(x) for x in expected], atol=1e-6)
+
     calls = iter([*values.flatten(), *null.flatten()])
     layers = [torch.ones(4, 1)] * 2, [torch.ones(4, 1)] * 3
     expected = reference.calibrate_layers(*layers, lambda x, y: next(calls), agg="max", K=60)
@@ -96,6 +102,7 @@ def test_a_layer_that_is_not_defined_is_nan_and_no_part_of_the_maximum():
     values[2], values[:, 2], null[:, 2], null[:, :, 2] = (math.nan,) * 4
     matrix = result(values, null)
     small = result(values[:2, :2].contiguous(), null[:, :2, :2].contiguous())
+
     for name in ("calibrated", "p_values", "null_mean", "null_threshold"):
         field = getattr(matrix, name)
         assert bool(field[..., 2, :].isnan().all() and field[..., :, 2].isnan().all())
@@ -108,6 +115,7 @@ def test_one_site_has_no_pair_and_so_no_maximum():
     values, null = similarities(rows=1, columns=1)
     alone = result(values, null)
     two = result(values, null, one_model=False)
+
     assert all(math.isnan(getattr(alone, name)) for name in ("max_value", "max_p_value", "max_calibrated"))
     assert float(two.max_value) == float(values)
 
@@ -116,6 +124,7 @@ class TestWithoutPermutations:
     def test_the_numbers_of_the_null_are_nan(self):
         values, _ = similarities()
         matrix = result(values)
+
         assert matrix.permutations == 0
         for name in matrix.tensor_fields().keys() - {"values"}:
             assert bool(getattr(matrix, name).isnan().all()), name
@@ -142,13 +151,16 @@ class TestWithoutPermutations:
 def test_tables_headlines_files_and_figures(tmp_path):
     values, null = similarities()
     matrix = result(values, null)
+
     assert list(matrix.to_frame())[2:] == ["values", "observed", "calibrated", "p_values", "null_mean", "null_threshold"]
     assert matrix.headline()["calibrated maximum over pairs of layers"] == float(matrix.max_calibrated)
     assert matrix.headline()["p-value of the maximum over pairs of layers"] == float(matrix.max_p_value)
+
     loaded = lsim.load(matrix.save(tmp_path / "null.safetensors"))
     assert type(loaded) is CalibratedMatrix
     for name in matrix.tensor_fields():
         torch.testing.assert_close(getattr(loaded, name), getattr(matrix, name), rtol=0, atol=0, equal_nan=True)
+
     shown = [picture for picture in matrix.pictures if picture.name != "values"]
     assert [picture.name for picture in shown] == ["calibrated", "p_values", "null_mean", "null_threshold"]
     for picture in shown:
@@ -163,7 +175,9 @@ def test_rows_and_columns_are_exchanged_in_every_field():
     values, null = similarities(rows=2, columns=3)
     matrix = result(values, null, one_model=False)
     transposed = matrix.transposed()
+
     assert (transposed.layers, transposed.column_layers) == (matrix.column_layers, matrix.layers)
+
     expected = result(values.T.contiguous(), null.transpose(1, 2).contiguous(), one_model=False)
     for name in matrix.tensor_fields():
         torch.testing.assert_close(getattr(transposed, name), getattr(expected, name), rtol=0, atol=0, equal_nan=True)
@@ -178,6 +192,7 @@ def test_too_few_permutations_are_refused(count):
 
 def test_the_least_permutations_can_be_significant():
     assert (lsim.CKA(permutations=0).permutations, lsim.CKA(permutations=19).permutations) == (0, 19)
+
     values = torch.ones(1, 1, dtype=torch.float64)
     null = torch.zeros(19, 1, 1, dtype=torch.float64)
     matrix = result(values, null, one_model=False)
@@ -195,6 +210,7 @@ def test_the_sums_of_the_null_must_fit_the_memory():
     check(100, [model, model], 38_400e-9)
     check(0, [model], 1e-12)
     check(100, [model] * 3, 6 * 38_400e-9)
+
     for models in ([model], [model, model]):
         with pytest.raises(lsim.LayersimError, match=r"RSA.*`max_memory_gb`.*permutations"):
             check(100, models, 38_399e-9)
@@ -207,6 +223,7 @@ def test_the_sums_of_the_null_must_fit_the_memory():
 def test_a_model_beside_itself_is_one_model():
     model = _described()
     described = _described()
+
     assert is_one_model(())
     assert is_one_model((model,))
     assert is_one_model((model, model))
@@ -217,6 +234,7 @@ def test_a_model_beside_itself_is_one_model():
 def test_null_values_below_the_observed_one_by_rounding_count_as_equal(value):
     observed = torch.tensor(value, dtype=torch.float64)
     size = max(abs(value), 1)
+
     assert float(p_values(observed, observed - torch.full((19,), 9e-11 * size, dtype=torch.float64))) == 1
     assert float(p_values(observed, observed - torch.full((19,), 2e-10 * size, dtype=torch.float64))) == 1 / 20
     assert float(calibrated_values(observed, observed - 1e-15)) == 0

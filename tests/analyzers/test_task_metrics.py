@@ -43,8 +43,10 @@ def test_it_is_scikit_learn_on_stored_predictions(classes):
     inputs = data()
     # Classes of different sizes, so that a mean over classes is not one over rows.
     label = (torch.arange(ROWS) % 7).clamp(max=classes - 1)
+
     result = lsim.analyze(model, lsim.Data(inputs, batch_size=7), lsim.TaskMetrics(labels=label))["task_metrics"]
     predicted = head_outputs(model, inputs).argmax(-1)
+
     for layer, layer_predictions in enumerate(predicted):
         assert float(result.accuracy[layer]) == pytest.approx(accuracy_score(label, layer_predictions))
         np.testing.assert_array_equal(
@@ -56,6 +58,7 @@ def test_it_is_scikit_learn_on_stored_predictions(classes):
         if classes == 2:
             assert float(result.f1_by_class[1, layer]) == pytest.approx(f1_score(label, layer_predictions))
     assert len({tuple(layer_predictions) for layer_predictions in predicted}) > 1
+
     last = f1_score(label, predicted[-1], average=None)
     assert last[0] != last[1]
     assert result.headline().get("F1 of class 1 at the last layer") == (pytest.approx(last[1]) if classes == 2 else None)
@@ -64,11 +67,13 @@ def test_it_is_scikit_learn_on_stored_predictions(classes):
 def test_labels_of_the_data_and_the_logit_lens_agree():
     model = pair_bert()
     inputs = data()
+
     report = lsim.analyze(
         model,
         inputs | {"labels": torch.arange(ROWS) % 3},
         [lsim.LogitLens(labels="data"), lsim.TaskMetrics(labels="data")],
     )
+
     assert torch.equal(report["task_metrics"].accuracy, report["logit_lens"].accuracy)
 
 
@@ -77,9 +82,11 @@ def test_rows_without_a_label_are_left_out():
     inputs = data()
     label = torch.arange(ROWS) % 3
     label[::2] = -100
+
     result = lsim.analyze(model, inputs, lsim.TaskMetrics(labels=label))["task_metrics"]
     some = {name: values[1::2] for name, values in inputs.items()}
     alone = lsim.analyze(model, some, lsim.TaskMetrics(labels=label[1::2]))["task_metrics"]
+
     assert torch.equal(result.confusion, alone.confusion)
     assert result.confusion[0].sum() == ROWS / 2
 
@@ -89,6 +96,7 @@ def test_one_class_alone_has_no_correlation(labels):
     x = residuals(tokens=12)
     result = from_views(lsim.TaskMetrics(labels="data"), [view(x, labels=torch.tensor(labels))])
     expected = oracles.oracle_task_metrics([x], labels)
+
     np.testing.assert_allclose(result.f1, expected["values"])
     assert (result.mcc == 0).all()
     assert np.isnan(result.f1_by_class[7, 0])
@@ -97,7 +105,9 @@ def test_one_class_alone_has_no_correlation(labels):
 def test_perfect_predictions_have_every_metric_at_one():
     x = residuals(tokens=30)
     predicted = [row[-1]["said"] for row in oracles.lens_by_token([x], [None] * 30)]
+
     result = from_views(lsim.TaskMetrics(labels="data"), [view(x, labels=torch.tensor(predicted))])
+
     assert (result.f1[-1], result.mcc[-1], result.accuracy[-1]) == (1, 1, 1)
 
 
@@ -105,7 +115,9 @@ def test_perfect_predictions_have_every_metric_at_one():
 def test_the_norm_is_that_of_the_logit_lens(norm):
     model = tiny_llama()
     tokens = random_tokens(6, 9)
+
     report = lsim.analyze(model, tokens, [lsim.TaskMetrics(norm=norm), lsim.LogitLens(norm=norm)])
+
     assert torch.equal(report["task_metrics"].accuracy, report["logit_lens"].accuracy)
 
 
@@ -113,10 +125,12 @@ def test_images_and_classes_of_tokens():
     images = pixels(12)
     label = torch.arange(12) % 3
     model = image_vit()
+
     report = lsim.analyze(model, images, [lsim.TaskMetrics(labels=label), lsim.LogitLens(labels=label)])
     with torch.no_grad():
         predicted = model(images).logits.argmax(-1)
     expected = oracles.classification_metrics(label.tolist(), predicted.tolist(), 3)
+
     np.testing.assert_allclose(report["task_metrics"].f1_by_class[:, -1], expected[0])
     assert float(report["task_metrics"].mcc[-1]) == pytest.approx(expected[2])
     assert report["task_metrics"].confusion.shape == (3, 3, 3)
@@ -128,6 +142,7 @@ def test_other_sources_give_one_answer(make):
     tokens = random_tokens(6, 9)
     here = lsim.analyze(tiny_llama(), tokens, "task_metrics")["task_metrics"]
     there = lsim.analyze(make(tiny_llama()), tokens, "task_metrics")["task_metrics"]
+
     assert (here.confusion - there.confusion).abs().sum() <= 2
 
 
@@ -156,12 +171,15 @@ def test_correlations_of_a_regression_head_are_those_of_scipy(batch_size):
     scores = np.random.default_rng(0).normal(size=ROWS)
     scores[3:6] = scores[3]
     scores[10] = np.nan
+
     result = lsim.analyze(model, lsim.Data(inputs, batch_size=batch_size), lsim.TaskMetrics(labels=scores))["task_metrics"]
     scored = ~np.isnan(scores)
+
     for layer, layer_scores in enumerate(head_outputs(model, inputs)[..., 0]):
         assert float(result.spearman[layer]) == pytest.approx(spearmanr(layer_scores[scored], scores[scored]).statistic)
         assert float(result.pearson[layer]) == pytest.approx(pearsonr(layer_scores[scored], scores[scored]).statistic)
     assert result.rows == ROWS - 1
+
     # Scores of rows that the data does not have.
     with pytest.warns(lsim.LayersimWarning, match="labels"):
         result = lsim.analyze(model, inputs, lsim.TaskMetrics(labels=np.append(scores, [5.0, -5.0])))["task_metrics"]
@@ -173,6 +191,7 @@ def test_correlations_of_a_regression_head_are_those_of_scipy(batch_size):
 def test_a_regression_result_is_a_file_and_a_figure(tmp_path):
     result = lsim.analyze(pair_bert(labels=1), data(), lsim.TaskMetrics(labels=torch.rand(ROWS)))["task_metrics"]
     loaded = lsim.load(result.save(tmp_path / "metrics.safetensors"))
+
     assert torch.equal(loaded.values, result.values)
     assert torch.equal(loaded.pearson, result.pearson)
     for picture in result.pictures:
@@ -184,8 +203,10 @@ def test_equal_predictions_have_no_correlation():
     with torch.no_grad():
         # All positions are equal after the last block.
         model.bert.encoder.layer[-1].output.LayerNorm.weight.zero_()
+
     with pytest.warns(lsim.LayersimWarning, match=r"NaN at blocks\.2\.hook_resid_post"):
         result = lsim.analyze(model, data(), lsim.TaskMetrics(labels=torch.rand(ROWS)))["task_metrics"]
+
     assert result.spearman.isnan().tolist() == result.pearson.isnan().tolist() == [False, False, True]
     assert result.headline() == {}
 

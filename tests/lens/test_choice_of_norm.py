@@ -74,6 +74,7 @@ def test_a_norm_of_any_name_is_left_out():
     model = lfm2()
     named = lsim.open_model(model, unembed=["model.embedding_norm", "lm_head"])
     expected = without_norm(model, model.model.layers, model.lm_head)
+
     for source_model in (named, model):
         losses = lsim.analyze(source_model, TOKENS, lsim.LogitLens(norm="none"))["logit_lens"].cross_entropy
         assert losses[:-1].tolist() == pytest.approx(expected, abs=1e-5)
@@ -118,7 +119,9 @@ HEADS = {
 def test_a_norm_that_is_not_known_cannot_be_left_out(head, analyzer):
     parts, paths = HEADS[head]
     model = lsim.open_model(Own(*parts).eval(), layers=["parts.0", "parts.1", "parts.2"], unembed=paths)
+
     lsim.analyze(model, TOKENS, analyzer())
+
     with pytest.raises(lsim.LayersimError, match=r"`norm` is 'none'.*unembed"):
         lsim.analyze(model, TOKENS, analyzer(norm="none"))
 
@@ -126,5 +129,7 @@ def test_a_norm_that_is_not_known_cannot_be_left_out(head, analyzer):
 def test_a_head_without_a_norm_has_none_to_leave_out():
     module = Own(torch.nn.Linear(16, 16), torch.nn.Linear(16, 100)).eval()
     model = lsim.open_model(module, layers=["parts.0", "parts.1", "parts.2"], unembed=["head.0", "head.1"])
+
     losses = [lsim.analyze(model, TOKENS, lsim.LogitLens(norm=norm))["logit_lens"].cross_entropy for norm in ("final", "none")]
+
     assert torch.equal(*losses)

@@ -40,6 +40,7 @@ def test_the_digest_is_of_weights_biases_and_norm():
         ExitHeads(plain_heads.weight, plain_heads.bias, norm="none"),
         ExitHeads(plain_heads.weight + 1),
     ]
+
     assert len({plain_heads.digest, *(variant.digest for variant in variants)}) == 4
     assert heads().digest == plain_heads.digest
 
@@ -88,6 +89,7 @@ def test_tensors_that_are_no_heads_are_refused(arguments, options, says):
 def test_an_analyzer_takes_a_file_of_heads_and_reads_with_their_norm(analyzer, tmp_path):
     exit_heads = heads(norm="none")
     path = exit_heads.save(tmp_path / "heads.safetensors")
+
     assert analyzer(heads=path, norm="none").heads.digest == exit_heads.digest
     with pytest.raises(lsim.LayersimError, match=r"`norm` is .*norm='none'"):
         analyzer(heads=exit_heads)

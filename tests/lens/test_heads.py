@@ -29,6 +29,11 @@ def own_logits(case: HeadCase, count: int = 5) -> torch.Tensor:
     return torch.stack([torch.cat(layer_logits(model, case.paths, row)) for row in case.rows(count)])
 
 
+def first_layer_of_the_last_answer(answers: torch.Tensor) -> int:
+    """The layer from which on all answers of one row are that of the last layer."""
+    return min(n for n in range(len(answers)) if bool((answers[n:] == answers[-1]).all()))
+
+
 def assert_lens(report: lsim.Report, logits: torch.Tensor, labels: torch.Tensor) -> None:
     """Every number of the lens, saturation and the exit curve from logits `row layer class`, in float64."""
     log_probs = logits.log_softmax(-1)
@@ -50,11 +55,14 @@ def assert_lens(report: lsim.Report, logits: torch.Tensor, labels: torch.Tensor)
         np.testing.assert_allclose(getattr(lens, name), value, rtol=1e-9, atol=1e-12, err_msg=name)
     two = (logits.topk(2, -1).indices == labels[:, None, None]).any(-1).double().mean(0)
     np.testing.assert_allclose(lens.top_k_accuracy[1], two)
-    saturated = [min(n for n in range(layers) if bool((row[n:] == row[-1]).all())) for row in best]
+    saturated = [first_layer_of_the_last_answer(row) for row in best]
     np.testing.assert_array_equal(report["saturation"].counts, np.bincount(saturated, minlength=layers))
     top = log_probs.amax(-1).exp()
     for level in LEVELS:
-        exits = [next((n for n in range(layers - 1) if row[n] > level), layers - 1) for row in top]
+        exits = []
+        for row in top:
+            certain = (n for n in range(layers - 1) if row[n] > level)
+            exits.append(next(certain, layers - 1))
         point = report["exit_curve"].at(level)
         np.testing.assert_array_equal(point.exits, np.bincount(exits, minlength=layers))
         assert point.accuracy == np.mean([best[row, n] == labels[row] for row, n in enumerate(exits)])
@@ -65,7 +73,9 @@ def assert_lens(report: lsim.Report, logits: torch.Tensor, labels: torch.Tensor)
 def test_every_layer_is_read_as_the_model_reads_the_last(name):
     case = CASES[name]
     logits = own_logits(CASES[name])
+
     assert len(set(logits.argmax(-1).flatten().tolist())) > 1
+
     report = called(lsim.analyze, case.build(), case.data(labels=LABELS), ANALYZERS, batch_size=3, **case.options)
     assert_lens(report, logits, LABELS)
     assert report["logit_lens"].unembedding == case.head
@@ -76,7 +86,9 @@ def test_every_layer_is_read_as_the_model_reads_the_last(name):
 def test_one_row_and_the_grouping_of_rows(name):
     case = CASES[name]
     logits = own_logits(CASES[name])
+
     alone = called(lsim.analyze, case.build(), case.data(1, labels=LABELS[:1]), ANALYZERS, **case.options)
+
     assert_lens(alone, logits[:1], LABELS[:1])
     for size in (1, 5):
         report = called(lsim.analyze, case.build(), case.data(labels=LABELS), ANALYZERS, batch_size=size, **case.options)
@@ -100,6 +112,7 @@ def test_the_lens_without_the_norm_pools_the_residuals_themselves(name):
     model = case.build()
     data = case.data(labels=LABELS)
     analyzers = [lsim.LogitLens(labels="data", norm="none"), lsim.Saturation(norm="none")]
+
     report = called(lsim.analyze, model, data, analyzers, **case.options)
     plain = case.build()
     blocks = [plain.get_submodule(path) for path in case.paths]
@@ -112,10 +125,12 @@ def test_the_lens_without_the_norm_pools_the_residuals_themselves(name):
     bare = torch.stack([torch.cat(layer_logits(plain, case.paths, row)) for row in case.rows()])
     logits = torch.cat([bare[:, : len(blocks) - 1], final], 1)
     expected = -logits.log_softmax(-1)[torch.arange(5), :, LABELS].mean(0)
+
     np.testing.assert_allclose(report["logit_lens"].cross_entropy, expected, rtol=1e-9)
     assert norm == "" or norm not in report["logit_lens"].unembedding
+
     best = logits.argmax(-1)
-    saturated = [min(n for n in range(3) if bool((row[n:] == row[-1]).all())) for row in best]
+    saturated = [first_layer_of_the_last_answer(row) for row in best]
     np.testing.assert_array_equal(report["saturation"].counts, np.bincount(saturated, minlength=3))
 
 
@@ -125,6 +140,7 @@ def test_the_lens_without_the_norm_pools_the_residuals_themselves(name):
 def test_the_cosine_of_saturated_rows_is_that_of_pooled_residuals(name, center):
     case = CASES[name]
     model = CASES[name].build()
+
     result = called(lsim.analyze, model, case.data(), lsim.Saturation(center=center), **case.options)["saturation"]
     vectors = []
     tokens = []
@@ -140,6 +156,7 @@ def test_the_cosine_of_saturated_rows_is_that_of_pooled_residuals(name, center):
         layer = min(n for n in range(3) if bool((row[n:] == row[-1]).all()))
         pair = x[layer] - mean[layer], x[-1] - mean[-1]
         cosines.setdefault(layer, []).append(float(torch.cosine_similarity(*pair, 0)))
+
     for layer, value in cosines.items():
         np.testing.assert_allclose(result.cosine_to_last[layer], np.mean(value), rtol=1e-7)
 
@@ -148,10 +165,12 @@ def test_half_precision_rows_agree_with_the_model():
     case = CASES["dinov2"]
     model = case.build().to(torch.bfloat16)
     data = {"pixel_values": case.data()["pixel_values"].to(torch.bfloat16)}
+
     report = lsim.analyze(model, data | {"labels": LABELS}, lsim.LogitLens(labels="data"))
     with torch.no_grad():
         logits = model(**data).logits.double()
     model_loss = torch.nn.functional.cross_entropy(logits, LABELS)
+
     np.testing.assert_allclose(report["logit_lens"].cross_entropy[-1], model_loss, rtol=0.05)
 
 
@@ -184,10 +203,12 @@ def test_heads_of_tokens_are_read_at_every_position(name):
     model = case.build()
     rows = [torch.stack(layer_logits(model, case.paths, row))[:, 0] for row in case.rows()]
     labels = torch.randint(0, CLASSES, (5, 9), generator=torch.Generator().manual_seed(0))
+
     report = lsim.analyze(case.build(), lsim.Data(case.data(), batch_size=3), lsim.LogitLens(labels=labels, top_k=1))
     targets = torch.cat([labels[number, : row.shape[1]] for number, row in enumerate(rows)])
     logits = torch.cat(rows, 1)
     expected = [float(torch.nn.functional.cross_entropy(layer, targets)) for layer in logits]
+
     np.testing.assert_allclose(report["logit_lens"].cross_entropy, expected, rtol=1e-9)
     np.testing.assert_allclose(report["logit_lens"].accuracy, (logits.argmax(-1) == targets).double().mean(1))
     assert report["logit_lens"].unembedding == case.head
@@ -196,7 +217,9 @@ def test_heads_of_tokens_are_read_at_every_position(name):
 def test_a_head_of_rows_measures_all_positions_by_default_and_no_fewer():
     case = CASES["modernbert mean"]
     data = case.data(labels=LABELS)
+
     report = lsim.analyze(case.build(), data, [lsim.LogitLens(labels="data"), lsim.Cosine(center="none")])
+
     assert report["cosine"].provenance.tokens == 31
     np.testing.assert_allclose(
         report["logit_lens"].cross_entropy[-1], -own_logits(case).log_softmax(-1)[torch.arange(5), -1, LABELS].mean()
@@ -219,7 +242,9 @@ def test_padding_on_the_left_is_no_part_of_the_mean():
         for name in ("input_ids", "attention_mask"):
             turned[name][number] = data[name][number].roll(9 - length)
     ids = torch.arange(9).expand(5, 9) - (9 - data["attention_mask"].sum(1, keepdim=True))
+
     report = lsim.analyze(case.build(), turned | {"position_ids": ids.clamp(min=0)}, ANALYZERS)
+
     assert_lens(report, own_logits(case), LABELS)
 
 
@@ -237,6 +262,7 @@ def test_a_head_at_the_end_of_the_other_stacks_text_is_refused_with_the_reason(f
     ids = random_tokens(2, 6) % (WORDS - 5) + 5
     ids[:, -1] = model.config.eos_token_id
     data = {"input_ids": ids, "decoder_input_ids": ids.roll(1, 1), "label": torch.tensor([0, 1])}
+
     with pytest.raises(lsim.LayersimError, match=r"needs an unembedding(.|\n)*last end-of-text token"):
         lsim.analyze(model, data, lsim.LogitLens(labels="data"))
     assert lsim.analyze(model, data, lsim.Cosine(center="none"))
@@ -247,6 +273,7 @@ def test_pool_is_a_mean_over_attended_positions():
     attended = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [1, 1, 1, 0, 1]]).bool()
     x.masked_fill_(~attended[:, :, None], torch.nan)
     pooled = Pool((0, 1), 1)(x, attended)
+
     for layer in range(2):
         for row in range(3):
             mean = torch.stack([x[layer, row, n] for n in range(1, 5) if attended[row, n]]).mean(0)
@@ -275,7 +302,9 @@ def test_collapse_of_what_the_head_reads(name):
         vectors.append(pooled[name])
     expected = oracles.oracle_neural_collapse([torch.stack(vectors, 1).numpy()], labels.tolist(), 2)["values"]
     asked = lsim.NeuralCollapse(labels="data", classes=2, pool="head")
+
     result = called(lsim.analyze, model, case.data(labels=labels), asked, **case.options)["neural_collapse"]
+
     np.testing.assert_allclose(result.values[1:], expected, rtol=1e-8)
     if case.reads == "rows":
         with pytest.raises(lsim.LayersimError, match="positions"):
@@ -292,9 +321,11 @@ def test_collapse_of_what_a_language_model_reads_is_not_defined():
 def test_skipped_blocks_change_the_classes_of_rows(name):
     case = CASES[name]
     model = CASES[name].build()
+
     result = called(lsim.analyze, model, case.data(4), lsim.SkipEffect(keep_first=1, splits=1), batch_size=3, **case.options)[
         "skip_effect"
     ]
+
     for skipped in range(3):
         every = []
         for row in case.rows(4):

@@ -47,10 +47,12 @@ def test_the_last_layer_says_what_the_model_says(family):
     """Loss of the last layer, against the model's own; and every known layout is found without help."""
     model = lively(HEADS[family]())
     tokens = random_tokens(4, 12)
+
     result = lsim.analyze(model, tokens, lsim.LogitLens())["logit_lens"]
     with torch.no_grad():
         logits = model(tokens).logits
     model_loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).double(), tokens[:, 1:].flatten())
+
     np.testing.assert_allclose(result.cross_entropy[-1], model_loss, rtol=1e-5)
     assert result.kl_to_final[-1] == 0
     assert result.agreement[-1] == 1
@@ -63,7 +65,9 @@ def test_the_last_layer_says_what_the_model_says(family):
 def test_nnsight_reads_the_same_heads(family):
     tokens = random_tokens(4, 12)
     every = [cls() for cls in LENSES]
+
     expected = lsim.analyze(lively(HEADS[family]()), tokens, every)
+
     for options in ({}, {"remote": "local"}):
         report = called(lsim.analyze, nnsight(lively(HEADS[family]())), tokens, every, **options)
         for name in expected:
@@ -78,6 +82,7 @@ def test_a_bridge_of_a_capped_model_reads_the_cap():
     expected = lsim.analyze(lively(HEADS["Gemma2 with soft-cap"]()), tokens, lsim.LogitLens())["logit_lens"]
     model = bridge(lively(HEADS["Gemma2 with soft-cap"]()))
     result = lsim.analyze(model, tokens, lsim.LogitLens())["logit_lens"]
+
     np.testing.assert_allclose(result.cross_entropy, expected.cross_entropy, rtol=1e-5)
     assert "3 tanh(" in result.unembedding
 
@@ -89,9 +94,11 @@ def test_a_bridge_in_compatibility_mode_still_says_what_it_says():
     model = bridge(lively(tiny_gpt2()))
     model.enable_compatibility_mode()
     tokens = random_tokens(4, 12)
+
     result = lsim.analyze(model, tokens, lsim.LogitLens())["logit_lens"]
     with torch.no_grad():
         model_loss = torch.nn.functional.cross_entropy(model(tokens)[:, :-1].flatten(0, 1).double(), tokens[:, 1:].flatten())
+
     np.testing.assert_allclose(result.cross_entropy[-1], model_loss, rtol=1e-5)
 
 
@@ -102,6 +109,7 @@ def test_a_tied_head_and_a_head_with_a_bias():
     biased = tiny_llama()
     biased.lm_head.bias = torch.nn.Parameter(torch.randn(100, generator=torch.Generator().manual_seed(0)))
     tokens = random_tokens(4, 12)
+
     for model in (tied, biased):
         with torch.no_grad():
             logits = model(tokens).logits
@@ -140,6 +148,7 @@ class Odd(torch.nn.Module):
 def test_a_head_that_no_table_knows_can_be_named():
     layers = ["parts.0", "parts.1", "parts.2"]
     tokens = random_tokens(4, 12)
+
     with pytest.raises(lsim.LayersimError, match=r"LogitLens.* Odd .*unembed="):
         lsim.analyze(lsim.open_model(Odd(), layers=layers), tokens, lsim.LogitLens())
     for model in (Odd(), nnsight(Odd())):
@@ -157,6 +166,7 @@ def test_a_head_that_no_table_knows_can_be_named():
 def test_a_lens_that_is_not_the_models_is_refused(lens, wrap):
     layers = ["parts.0", "parts.1", "parts.2"]
     tokens = random_tokens(4, 12)
+
     with pytest.raises(lsim.LayersimError, match=r"speak\(polish\(x\)\) .* 0\.\d+ .*unembed="):
         lsim.analyze(lsim.open_model(wrap(Odd(twice=True)), layers=layers, unembed=["polish", "speak"]), tokens, lens())
     with pytest.raises(lsim.LayersimError, match=r"speak\(x\) .* 0\.\d+ .*unembed="):
@@ -176,7 +186,9 @@ def test_hooks_on_the_head_see_the_model_and_not_the_lens():
     calls = []
     model.lm_head.register_forward_hook(lambda *_: calls.append("head"))
     model.model.norm.register_forward_pre_hook(lambda *_: calls.append("norm"))
+
     lsim.analyze(model, random_tokens(4, 12), [lsim.LogitLens(), lsim.Saturation(norm="none")])
+
     # The watched forward pass, and the one that compares the lens with the logits.
     assert calls == ["norm", "head", "norm", "head"]
 
@@ -204,12 +216,15 @@ def test_classifiers_are_read_where_they_classify(family):
         for row, y in zip(rows, label, strict=True):
             logits = model(row[None]).logits[0].double()
             model_tokens.append((float(-logits.log_softmax(0)[y]) if y != NO_LABEL else None, int(logits.argmax())))
+
     report = lsim.analyze(
         model, rows, [lsim.LogitLens(labels=label, top_k=(1, 2)), lsim.Saturation(), lsim.ExitCurve(labels=label)]
     )
     lens = report["logit_lens"]
+
     assert (lens.positions, lens.targets) == (4, 3)
     np.testing.assert_allclose(lens.cross_entropy[-1], np.mean([ce for ce, _ in model_tokens if ce is not None]), rtol=1e-5)
+
     right = [predicted == y for (_, predicted), y in zip(model_tokens, label.tolist(), strict=True) if y != NO_LABEL]
     assert lens.accuracy[-1] == np.mean(right)
     assert report["saturation"].counts.sum() == 4
@@ -230,10 +245,12 @@ def test_token_classifiers_are_read_at_every_token(family):
     model = lively(getattr(transformers, f"{family}ForTokenClassification")(config)).eval()
     rows = [torch.tensor([5]), *random_tokens(2, 9)]
     labels = torch.randint(0, 3, (3, 9), generator=torch.Generator().manual_seed(0))
+
     result = lsim.analyze(model, rows, lsim.LogitLens(labels=labels, top_k=(1,)))["logit_lens"]
     with torch.no_grad():
         logits = torch.cat([model(row[None]).logits[0] for row in rows]).double()
     model_loss = torch.nn.functional.cross_entropy(logits, torch.cat([labels[0, :1], labels[1], labels[2]]))
+
     np.testing.assert_allclose(result.cross_entropy[-1], model_loss, rtol=1e-5)
     assert result.positions == 19
 
@@ -245,6 +262,7 @@ def test_a_head_that_also_reads_the_pooled_output_gives_the_model_s_own_loss():
     with torch.no_grad():
         logits = model(tokens).prediction_logits.double()
     model_loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
     for opened in (model, lsim.open_model(model, unembed=["cls.predictions"])):
         result = lsim.analyze(opened, tokens, lsim.LogitLens())["logit_lens"]
         np.testing.assert_allclose(result.cross_entropy[-1], model_loss, rtol=1e-5)
@@ -254,5 +272,7 @@ def test_the_opt_that_projects_out_without_a_norm():
     torch.manual_seed(0)
     options = {"word_embed_proj_dim": 16, "do_layer_norm_before": False}
     model = transformers.OPTForCausalLM(transformers.OPTConfig(**(LAYOUTS["OPT"] | options))).eval()
+
     result = lsim.analyze(lively(model), random_tokens(2, 9), lsim.LogitLens())["logit_lens"]
+
     assert result.unembedding == "lm_head(model.decoder.project_out(x))"

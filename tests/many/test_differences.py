@@ -64,7 +64,7 @@ def measured(
     common = np.random.default_rng(99)
     about = dataclasses.replace(provenance(), data=data, options=options or {"minibatch": 4}, model=f"model-{seed}")
 
-    def one(scatter: float) -> Measured:
+    def random_result(scatter: float) -> Measured:
         def draw(*shape: int) -> Tensor:
             jitter = generator.normal(size=shape) + shared * common.normal(size=shape)
             return torch.tensor(0.3 + shift + scatter * jitter)
@@ -84,8 +84,8 @@ def measured(
             quantiles=fields.get("quantiles", (0.1, 0.9)),
         )
 
-    whole = one(0.0)
-    replicates = tuple(one(0.01) for _ in range(blocks))
+    whole = random_result(0.0)
+    replicates = tuple(random_result(0.01) for _ in range(blocks))
     return dataclasses.replace(whole, replicates=replicates, block_tokens=tokens or tuple(10 + j % 3 for j in range(blocks)))
 
 
@@ -110,19 +110,23 @@ ENDS = ("difference", "low", "high", "se", "p_value")
 def test_a_paired_difference_is_the_jackknife_of_the_differences():
     first = measured(1, shared=3.0)
     second = measured(2, shift=0.02, shared=3.0)
+
     table = lsim.difference(first, second, level=0.9)
+
     assert table.attrs == {"first": "model-1", "second": "model-2", "paired": 1, "level": 0.9}
     for i, j in ((0, 0), (0, 3), (2, 1)):
         expected = naive_paired(first, second, lambda result, i=i, j=j: float(result.values[i, j]), level=0.9)
         cell = table["values"].isel(row=i, column=j)
         assert statistics(cell, *ENDS) == pytest.approx(expected, rel=1e-9)
         assert statistics(cell, "first", "second") == [float(first.values[i, j]), float(second.values[i, j])]
+
     expected = naive_paired(first, second, Measured.distance)
     distance = lsim.difference(first, second, Measured.distance)
     assert distance.dims == ("statistic",)
     assert statistics(distance, *ENDS) == pytest.approx(expected, rel=1e-9)
     # What both runs have in common cancels.
     assert statistics(distance, "se")[0] < float(second.interval(lambda result: result.distance()).error) / 2
+
     curve_table = lsim.difference(first, second, lambda result: result.curve[:2])
     np.testing.assert_array_equal(curve_table, lsim.difference(first, second)["curve"][:2].drop_vars("layer"))
 
@@ -137,20 +141,24 @@ def test_blocks_that_change_both_runs_alike_have_no_degree_of_freedom():
             replace(replicate, number=replicate.number + by) for replicate, by in zip(first.replicates, moved, strict=True)
         ),
     )
+
     table = lsim.difference(first, second)["number"]
     value, error, p = statistics(table, "difference", "se", "p_value")
     _, skew, effective = skewness.moments(moved, changed=9)
+
     assert p == pytest.approx(skewness.p_value(value, error, 8, skew, effective), rel=1e-6)
 
 
 def test_an_unpaired_difference_is_welchs():
     first = measured(1, data="one", blocks=17)
     second = measured(2, data="other", blocks=25, shift=0.01)
+
     table = lsim.difference(first, second)
+
     assert table.attrs["paired"] == 0
-    (a, skew_a, effective_a), (b, skew_b, effective_b) = (
-        skewness.moments([float(replicate.curve[1]) for replicate in result.replicates]) for result in (first, second)
-    )
+
+    a, skew_a, effective_a = skewness.moments([float(replicate.curve[1]) for replicate in first.replicates])
+    b, skew_b, effective_b = skewness.moments([float(replicate.curve[1]) for replicate in second.replicates])
 
     def welch(degrees_a: float, degrees_b: float) -> float:
         return (a**2 + b**2) ** 2 / (a**4 / degrees_a + b**4 / degrees_b)
@@ -180,22 +188,25 @@ def test_the_smaller_of_two_samples_has_at_least_the_error_of_the_larger_one_for
     few = scattered(0.001, 16)
     many = scattered(0.01, 256, seed=1)
     pair = (many, few) if turned else (few, many)
-    first_moments, second_moments = (
-        skewness.moments([float(replicate.number) for replicate in result.replicates])[0] for result in (few, many)
-    )
-    assert first_moments < 4 * second_moments
+    few_error = skewness.moments([float(replicate.number) for replicate in few.replicates])[0]
+    many_error = skewness.moments([float(replicate.number) for replicate in many.replicates])[0]
+
+    assert few_error < 4 * many_error
+
     error = statistics(lsim.difference(*pair)["number"], "se")[0]
-    assert error == pytest.approx(math.hypot(4 * second_moments, second_moments), rel=1e-9)
+    assert error == pytest.approx(math.hypot(4 * many_error, many_error), rel=1e-9)
+
     # A larger error of its own is kept, and so are errors of equally many texts.
     varied = scattered(0.1, 16)
-    first_moments = skewness.moments([float(replicate.number) for replicate in varied.replicates])[0]
+    varied_error = skewness.moments([float(replicate.number) for replicate in varied.replicates])[0]
     assert statistics(lsim.difference(varied, many)["number"], "se")[0] == pytest.approx(
-        math.hypot(first_moments, second_moments), rel=1e-9
+        math.hypot(varied_error, many_error), rel=1e-9
     )
+
     alike = scattered(0.001, 256)
-    first_moments = skewness.moments([float(replicate.number) for replicate in alike.replicates])[0]
+    alike_error = skewness.moments([float(replicate.number) for replicate in alike.replicates])[0]
     assert statistics(lsim.difference(alike, many)["number"], "se")[0] == pytest.approx(
-        math.hypot(first_moments, second_moments), rel=1e-9
+        math.hypot(alike_error, many_error), rel=1e-9
     )
 
 
@@ -214,6 +225,7 @@ def test_few_skewed_texts_do_not_differ_from_many_of_their_kind():
         return replace(result, number=torch.tensor(losses.mean()), replicates=replicates)
 
     rejected = [statistics(lsim.difference(sample(16), sample(256))["number"], "p_value")[0] <= 0.05 for _ in range(40)]
+
     assert sum(rejected) <= 3
 
 
@@ -230,7 +242,9 @@ def test_runs_are_paired_only_on_the_same_data_in_the_same_blocks():
 def test_the_table_has_a_variable_for_each_field_that_can_be_compared(tmp_path):
     first = measured(1)
     second = measured(2, shift=0.004)
+
     differences = lsim.difference(first, second)
+
     assert {name: array.dims[:-1] for name, array in differences.items()} == {
         "values": ("row", "column"),
         "curve": ("layer",),
@@ -244,18 +258,22 @@ def test_the_table_has_a_variable_for_each_field_that_can_be_compared(tmp_path):
         differences["values"].sel(statistic="difference"),
         differences["values"].sel(statistic="second") - differences["values"].sel(statistic="first"),
     )
+
     # Ten different entries of a symmetric matrix of 4 x 4.
     p, corrected = (differences["values"].sel(statistic=name).values for name in ("p_value", "p_adjusted"))
     assert corrected.min() == pytest.approx(min(1, 10 * p.min()))
     np.testing.assert_array_equal(corrected, corrected.T)
+
     table = differences["headline"].to_pandas()
     assert table.index.tolist() == ["distance", "first of 4", "sites"]
     assert table.loc["distance", ["first", "second", "difference"]].tolist() == pytest.approx([0.09, 0.304**2, 0.304**2 - 0.09])
     assert table["p_adjusted"].isna().tolist() == [False, False, True]
+
     differences.to_netcdf(tmp_path / "x.nc")
     xarray.testing.assert_identical(xarray.load_dataset(tmp_path / "x.nc"), differences)
     # Other labels, and headline numbers of only one of the two, are left out.
     assert "spread" not in lsim.difference(first, measured(2, quantiles=(0.2, 0.8)))
+
     deeper = lsim.difference(first, measured(2, count=6), relative_depth=True)
     assert deeper["quantity"].values.tolist() == ["distance", "sites"]
 
@@ -266,11 +284,13 @@ def test_p_values_are_corrected_as_by_hand():
     assert adjusted([(p, False)], "holm")[0].tolist() == pytest.approx([0.03, 0.06, math.nan, 0.06], nan_ok=True)
     assert adjusted([(p, False)], "fdr_bh")[0].tolist() == pytest.approx([0.03, 0.04, math.nan, 0.04], nan_ok=True)
     assert adjusted([(p * math.nan, False)], "holm")[0].isnan().all()
+
     square = torch.tensor([[0.01, 0.02], [0.02, math.nan]]).double()
     assert adjusted([(square, True)], "holm")[0].tolist() == [
         pytest.approx([0.02, 0.02]),
         pytest.approx([0.02, math.nan], nan_ok=True),
     ]
+
     p_values = torch.tensor([[0.01, 0.02], [0.03, 0.5]]).double()
     assert adjusted([(p_values, False)], "holm")[0][0, 0] == pytest.approx(0.04)
 
@@ -278,8 +298,10 @@ def test_p_values_are_corrected_as_by_hand():
 def test_halves_of_a_measure_that_is_symmetric_but_for_rounding_count_once():
     noise = torch.rand(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 1e-10
     values = torch.tensor([[1, 0.3, 0.5, 0.2], [0.3, 1, 0.4, 0.1], [0.5, 0.4, 1, 0.6], [0.2, 0.1, 0.6, 1]]).double()
+
     assert is_symmetric(values + noise)
     assert not is_symmetric(values + 1e4 * noise)
+
     p = torch.rand(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) / 50
     corrected = adjusted([(p, True)], "holm")[0]
     np.testing.assert_allclose(
@@ -297,6 +319,7 @@ def test_entries_that_are_zero_but_for_rounding_are_symmetric():
 
     table = lsim.difference(rounded(measured(1)), rounded(measured(2, shift=0.3)))["values"]
     p, corrected = (table.sel(statistic=name).values for name in ("p_value", "p_adjusted"))
+
     # Of 10 pairs of layers, with themselves and with one another.
     assert corrected.min() == pytest.approx(10 * p.min(), rel=1e-9)
 
@@ -304,6 +327,7 @@ def test_entries_that_are_zero_but_for_rounding_are_symmetric():
 def test_what_no_block_changes_has_no_p_value():
     first = measured(1)
     table = lsim.difference(first, first)["values"]
+
     assert bool(table.sel(statistic=["p_value", "p_adjusted"]).isnull().all())
     assert bool((table.sel(statistic=["difference", "low", "high", "se"]) == 0).all())
 
@@ -313,7 +337,9 @@ def test_rounding_is_no_finding():
     first = measured(1)
     up = [replace(result, values=result.values * (1 + 2**-52)) for result in (first, *first.replicates)]
     second = replace(up[0], replicates=tuple(up[1:]))
+
     assert not torch.equal(second.values, first.values)
+
     table = lsim.difference(first, second)["values"]
     assert bool((table.sel(statistic="difference") == 0).all())
     assert bool(table.sel(statistic="p_value").isnull().all())
@@ -322,12 +348,15 @@ def test_rounding_is_no_finding():
 def test_values_are_interpolated_at_relative_depths():
     values = torch.tensor([0.0, 1.0, 4.0, 9.0, 16.0, 25.0]).double()
     expected = np.interp(np.arange(4) / 3, np.arange(6) / 5, values)
+
     np.testing.assert_allclose(at_depths(values, 0, 6, 4, "residual"), expected)
+
     # A curve by block begins second the first block: at 1/5 and 1/3.
     expected = np.interp(np.arange(1, 4) / 3, np.arange(1, 6) / 5, values[1:])
     np.testing.assert_allclose(at_depths(values[1:], 0, 6, 4, "layer"), expected)
     assert depths(4, "layer") == pytest.approx((1 / 3, 2 / 3, 1))
     assert depths(1, "residual") == (0.0,)
+
     # Where both models have a site, its neighbours do not matter.
     holes = torch.tensor([[0.0, math.nan, 2.0, math.inf, 4.0]]).double()
     assert at_depths(holes, 1, 5, 3, "row").tolist() == [[0.0, 2.0, 4.0]]
@@ -338,6 +367,7 @@ def test_values_are_interpolated_at_relative_depths():
 def test_models_of_other_depths_are_compared_on_a_common_grid(turned):
     pair = [measured(1, count=4), measured(2, count=6, shift=0.02)]
     first, second = pair[::-1] if turned else pair
+
     table = lsim.difference(first, second, relative_depth=True)
 
     def grid(result: Measured) -> np.ndarray:
@@ -352,6 +382,7 @@ def test_models_of_other_depths_are_compared_on_a_common_grid(turned):
         assert statistics(table["values"].isel(row=i, column=j), *ENDS) == pytest.approx(expected, rel=1e-9)
     assert table["row"].values.tolist() == table["column"].values.tolist() == pytest.approx([0, 1 / 3, 2 / 3, 1])
     assert table["layer"].values.tolist() == pytest.approx([1 / 3, 2 / 3, 1])
+
     # A function receives the results as they were measured.
     shapes = []
     lsim.difference(first, second, lambda result: shapes.append(result.values.shape) or result.distance(), relative_depth=True)
@@ -402,20 +433,23 @@ def test_reports_are_compared_analyzer_by_analyzer():
     plain = dataclasses.replace(measured(5), replicates=(), block_tokens=())
     first = Report({"a": measured(1), "b": measured(3), "c": measured(4), "d": plain})
     second = Report({"b": measured(2, shift=0.02), "a": measured(6), "e": measured(7), "d": measured(8)})
+
     with warnings.catch_warnings(record=True) as record:
         warnings.simplefilter("always")
         table = lsim.difference(first, second)
+
     assert list(table) == ["a", "b"]
+
     messages = " ".join(str(warning.message) for warning in record)
     assert "'c', 'e'" in messages
     assert ": 'd'" in messages
+
     pair_table = lsim.difference(first["b"], second["b"])
     xarray.testing.assert_identical(table["b"].to_dataset().drop_vars("headline"), pair_table.drop_vars("headline"))
+
     # Headline numbers of all results are corrected together.
-    p, corrected = (
-        np.concatenate([table[name]["headline"].sel(statistic=which).values for name in "ab"])
-        for which in ("p_value", "p_adjusted")
-    )
+    p = np.concatenate([table[name]["headline"].sel(statistic="p_value").values for name in "ab"])
+    corrected = np.concatenate([table[name]["headline"].sel(statistic="p_adjusted").values for name in "ab"])
     tested = ~np.isnan(p)
     np.testing.assert_array_equal(corrected[tested], adjusted([(torch.tensor(p[tested]), False)], "holm")[0])
 
@@ -423,22 +457,29 @@ def test_reports_are_compared_analyzer_by_analyzer():
 def test_figures_show_the_difference_and_where_it_is_certain():
     first = measured(1)
     second = measured(2, shift=0.9)
+
     table = lsim.difference(first, second, level=0.9)
     [heat] = difference_figure(table["values"]).data
+
     np.testing.assert_array_equal(np.array(heat.z), table["values"].sel(statistic="difference"))
     assert heat.zmin == -heat.zmax
     assert all("•" in text and "0.9" in text for text in np.array(heat.text).flatten())
+
     # Equal cells have neither a number nor a colour.
     [same_heat] = difference_figure(lsim.difference(first, first)["values"]).data
     assert set(np.array(same_heat.text).flatten()) == {""}
     assert np.isnan(np.array(same_heat.z)).all()
+
     band, line = difference_figure(table["curve"]).data
     np.testing.assert_array_equal(line.y, table["curve"].sel(statistic="difference"))
+
     ends = [table["curve"].sel(statistic=name).values for name in ("low", "high")]
     np.testing.assert_array_equal(band.y, [*ends[1], *ends[0][::-1]])
     assert len(difference_figure(table["spread"]).data) == 4
+
     deep = difference_figure(lsim.difference(first, measured(2, count=6), relative_depth=True)["values"])
     assert deep.layout.xaxis.ticktext == ("0.00", "0.33", "0.67", "1.00")
+
     titles = [
         difference_figure(lsim.difference(first, measured(2, count=count), relative_depth=count > 4)["curve"]).layout.title.text
         for count in (4, 6)
@@ -455,6 +496,7 @@ def test_five_lines_have_the_bands_that_the_subtitle_names(llama):
         lsim.analyze(model, data, lsim.Cosine(), intervals=True)["cosine"] for model in (llama, tiny_llama(seed=1))
     )
     fig = difference_figure(lsim.difference(first, second)["to_last"])
+
     assert len(fig.data) == 10
     assert [trace.fill for trace in fig.data] == ["toself"] * 5 + [None] * 5
     assert "band" in fig.layout.title.subtitle.text
@@ -463,22 +505,27 @@ def test_five_lines_have_the_bands_that_the_subtitle_names(llama):
 def test_dots_are_of_corrected_p_values():
     table = lsim.difference(measured(1), measured(2, shift=0.12))["values"]
     p, corrected = (table.sel(statistic=name).values for name in ("p_value", "p_adjusted"))
+
     assert ((p < 0.05) & (corrected >= 0.05)).any()
+
     [heat] = difference_figure(table).data
-    assert [["•" in text for text in row] for row in heat.text] == (corrected < 0.05).tolist()
+    dotted = np.char.find(np.array(heat.text, dtype=str), "•") >= 0
+    assert dotted.tolist() == (corrected < 0.05).tolist()
 
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_two_models_on_the_same_texts_are_paired():
     data = [random_tokens(1, 8 + i % 5, seed=i)[0] for i in range(272)]
     analyzers = [lsim.Cosine(center="none"), lsim.CKA(minibatch=16), lsim.LogitLens()]
+
     runs = [lsim.analyze(tiny_llama(seed=seed), lsim.Data(data, batch_size=16), analyzers, intervals=True) for seed in (0, 1)]
     tables = lsim.difference(*runs)
+
     assert list(tables) == ["cosine", "cka", "logit_lens"]
     assert all(table.attrs["paired"] for table in tables.values())
     assert np.isnan(tables["cosine"]["values"].sel(statistic="p_value").values.diagonal()).all()
-    replicates = torch.stack(
-        [b.entropy - a.entropy for a, b in zip(*(run["logit_lens"].replicates for run in runs), strict=True)]
-    )
+
+    first, second = (run["logit_lens"].replicates for run in runs)
+    replicates = torch.stack([b.entropy - a.entropy for a, b in zip(first, second, strict=True)])
     error = ((replicates - replicates.mean(0)) ** 2).sum(0).mul(16 / 17).sqrt()
     np.testing.assert_allclose(tables["logit_lens"]["entropy"].sel(statistic="se"), error, rtol=1e-9)

@@ -88,7 +88,9 @@ class TestGrid:
     def test_each_model_runs_once_a_batch(self, cka):
         models = two_groups()
         passes = Passes(models)
+
         lsim.compare_grid(models, lsim.Data(text_rows(), batch_size=4), cka)
+
         # One watched row, and one row alone beside its batch. The exact estimator needs the means of a first pass.
         assert passes.counts == dict.fromkeys(models, 2 + (6 if cka.estimator == "exact" else 3))
 
@@ -98,13 +100,16 @@ class TestGrid:
         triangles = _pairwise.upper_triangles
         count = []
         monkeypatch.setattr(_pairwise, "upper_triangles", lambda *args: count.append(1) or triangles(*args))
+
         lsim.compare_grid(models, lsim.Data(random_tokens(8, 16), batch_size=4), lsim.CKA(minibatch=16))
+
         # Eight minibatches.
         assert len(count) == len(models) * 8
 
     def test_groups_are_told_apart(self, grid):
         merges = clusters(grid.values.numpy())
         assert merges[-1, 2] > 5 * merges[-2, 2]
+
         means = lsim.many.compare_groups(grid)["mean"]
         assert means.sel(comparison="between groups") == means.sel(comparison="x and y")
         assert means.sel(comparison="x and y") > 5 * means.sel(comparison="within groups")
@@ -117,26 +122,32 @@ class TestGrid:
     def test_tables(self, grid):
         frame = grid.to_frame()
         assert (len(frame), set(frame.columns)) == (16, {"row_model", "column_model", "distance"})
+
         tables = grid.to_xarray()
         assert float(tables["distance"].sel(row_model="x0", column_model="y1")) == float(grid.values[0, 3])
         assert tables["by_site"].dims == ("row_model", "column_model", "site")
         assert (tables["distance"].attrs["long_name"], tables["distance"].attrs["units"]) == ("CKA distance", "radians")
         assert tables["by_site"].attrs["long_name"] == "CKA"
+
         groups = lsim.many.compare_groups(tables["distance"], grid.groups)
         xarray.testing.assert_equal(groups, lsim.many.compare_groups(grid))
 
     def test_figures(self, grid, tmp_path):
         heat = grid.plot()
         names = [re.sub("<[^>]*>", "", text) for text in heat.layout.xaxis.ticktext]
+
         assert [name[0] for name in names] in ([*"xxyy"], [*"yyxx"])
+
         order = [grid.models.index(name) for name in names]
         np.testing.assert_allclose(heat.data[0].z, grid.values[order][:, order])
+
         tree = lsim.many.dendrogram(grid)
         merges = clusters(grid.values.numpy())
         colours = {max(trace.y): trace.line.color for trace in tree.data if trace.y[0] is not None}
         np.testing.assert_allclose(sorted(colours), merges[:, 2])
         # The last link joins the groups; every other one is of one group.
         assert [colours[height] == GREY for height in sorted(colours)] == [False, False, True]
+
         points = lsim.plot(lsim.many.compare_groups(grid)).data
         np.testing.assert_allclose([np.nanmax(trace.y) for trace in points], lsim.many.compare_groups(grid)["mean"][2:])
         assert lsim.Report({"grid": grid}).to_html(tmp_path / "page.html").exists()
@@ -145,6 +156,7 @@ class TestGrid:
         groups = lsim.many.compare_groups(grid, field="by_site")
         pairs = {"within x": [("x0", "x1")], "within y": [("y0", "y1")]}
         pairs["x and y"] = [("x0", "y0"), ("x0", "y1"), ("x1", "y0"), ("x1", "y1")]
+
         for name, group_pairs in pairs.items():
             diagonals = np.stack([np.diagonal(grid[pair].values) for pair in group_pairs])
             np.testing.assert_allclose(groups["mean"].sel(comparison=name), diagonals.mean(0))
@@ -155,9 +167,11 @@ class TestGrid:
         # Similarities are smaller between groups.
         assert (groups["difference"][1:] < 0).all()
         assert groups["p_value"][1:].values == pytest.approx(1 / 3)
+
         lines = [trace for trace in lsim.plot(groups).data if trace.name]
         assert [line.name for line in lines] == list(pairs)
         np.testing.assert_allclose(lines[2].y, groups["mean"][4])
+
         renamed = lsim.many.compare_groups(grid, {"x0": 1, "x1": 2, "y0": 1, "y1": 2}, field="by_site")
         assert list(renamed["comparison"].values[2:]) == ["within 1", "within 2", "1 and 2"]
 
@@ -179,6 +193,7 @@ class TestGrid:
         for pair in (("x0", "y1"), ("y1", "x0"), ("x0", "x0")):
             assert torch.equal(loaded[pair].values, grid[pair].values)
             assert loaded[pair].provenance == grid[pair].provenance
+
         inside = lsim.load(lsim.Report({"many": grid}).save(tmp_path / "report.safetensors"))["many"]
         assert torch.equal(inside["y0", "y1"].effective_samples, grid["y0", "y1"].effective_samples)
 
@@ -193,11 +208,15 @@ class TestGrid:
                     raise KeyboardInterrupt
                 yield {name: values[number].tolist() for name, values in data.items()}
 
-        rows = [{name: values[number].tolist() for name, values in data.items()} for number in range(9)]
+        rows = []
+        for number in range(9):
+            rows.append({name: values[number].tolist() for name, values in data.items()})
         call = {"groups": [*"xyxy"], "batch_size": 4, "checkpoint": path}
+
         with pytest.raises(KeyboardInterrupt):
             called(lsim.compare_grid, models, broken(), lsim.CKA(minibatch=16), **call)
         assert path.exists()
+
         resumed = called(lsim.compare_grid, models, rows, lsim.CKA(minibatch=16), **call)
         whole = lsim.compare_grid(models, lsim.Data(rows, batch_size=4), lsim.CKA(minibatch=16))
         assert torch.equal(resumed.values, whole.values)
@@ -211,7 +230,9 @@ class TestModels:
     def test_widths_and_kinds_may_differ(self):
         models = {"llama": tiny_llama(), "gpt2": tiny_gpt2(), "wide": wide()}
         data = random_tokens(6, 16)
+
         grid = lsim.compare_grid(models, data, lsim.CKA(minibatch=16))
+
         for a, b in (("llama", "wide"), ("wide", "gpt2")):
             pair_result = lsim.compare(models[a], models[b], data, lsim.CKA(minibatch=16))
             torch.testing.assert_close(grid[a, b].values, pair_result.values, rtol=1e-9, atol=1e-9)
@@ -220,8 +241,10 @@ class TestModels:
         models = {"a": tiny_llama(), "b": tiny_llama(seed=1), "c": tiny_gpt2()}
         options = {"at": "attn_out", "positions": slice(2, None), "batch_size": 3}
         data = random_tokens(6, 16)
+
         grid = called(lsim.compare_grid, models, data, lsim.CKA(minibatch=16), **options)
         pair_result = called(lsim.compare, models["b"], models["c"], data, lsim.CKA(minibatch=16), **options)
+
         torch.testing.assert_close(grid["b", "c"].values, pair_result.values, rtol=1e-9, atol=1e-9)
         assert grid["b", "c"].layers == pair_result.layers == tuple(f"blocks.{i}.hook_attn_out" for i in range(3))
         assert float(grid.values[1, 2]) == pytest.approx(pair_result.distance(), abs=1e-9)
@@ -230,6 +253,7 @@ class TestModels:
         models = {"a": tiny_llama(), "deep": tiny_llama(5)}
         with pytest.raises(lsim.LayersimError, match="a: 4, deep: 6"):
             lsim.compare_grid(models, random_tokens(), lsim.CKA(minibatch=16))
+
         grid = lsim.compare_grid(
             models,
             random_tokens(),
@@ -246,8 +270,11 @@ class TestModels:
         models = {"a": tiny_llama(), "b": tiny_llama(seed=1)}
         models["b"].tokenizer = tiny_tokenizer()
         texts = ["w3 w4 w5 w6 w7 w8", "w9 w10 w11 w12 w13 w14 w15"] * 2
+
         grid = lsim.compare_grid(models, texts, lsim.CKA(minibatch=4))
+
         assert grid.provenance.tokens == 30
+
         models["a"].tokenizer = tiny_tokenizer(90)
         with pytest.raises(lsim.LayersimError, match=r"'w90' is not in .* and has id 90 in "):
             lsim.compare_grid(models, texts, lsim.CKA(minibatch=4))
@@ -262,6 +289,7 @@ class TestModels:
             for block in flat.model.layers:
                 block.self_attn.o_proj.weight.zero_()
                 block.mlp.down_proj.weight.zero_()
+
         with pytest.raises(lsim.LayersimError, match=r"x0.*flat.*CKA"):
             lsim.compare_grid(models | {"flat": flat}, text_rows(), lsim.CKA(minibatch=16))
 

@@ -63,7 +63,9 @@ class TestOtherAnalyzers:
         models = {"a": tiny_llama(), "b": tiny_llama(seed=1), "c": tiny_llama(seed=2)}
         passes = Passes(models)
         data = random_tokens(6, 12)
+
         grid = lsim.compare_grid(models, lsim.Data(data, batch_size=3), Product(), distance=first_row)
+
         # Two batches: a look at the widths, the first pass and the main one.
         # Two passes over three times two rows: forward passes have a power of two of rows.
         # One watched row, and one row alone beside its batch.
@@ -74,6 +76,7 @@ class TestOtherAnalyzers:
                 torch.testing.assert_close(grid[a, b].values, pair_result.values)
                 assert float(grid.values[i, j]) == pytest.approx(float(first_row(pair_result)))
         assert not torch.equal(grid.values, grid.values.T)
+
         groups = lsim.many.compare_groups(grid, [*"xxy"])
         assert list(groups["comparison"].values[2:]) == ["within x", "x into y", "y into x"]
 
@@ -85,7 +88,9 @@ class TestOtherAnalyzers:
     def test_exact_sums_of_all_pairs_must_fit(self):
         models = {name: tiny_llama() for name in "abcd"}
         need = 3 * 8 * (4 * 32) ** 2 / 1e9
+
         lsim.compare(models["a"], models["b"], random_tokens(), lsim.CKA(estimator="exact", max_memory_gb=4 * need))
+
         with pytest.raises(lsim.LayersimError, match="`max_memory_gb`"):
             lsim.compare_grid(models, random_tokens(), lsim.CKA(estimator="exact", max_memory_gb=4 * need))
 

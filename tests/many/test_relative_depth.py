@@ -25,8 +25,10 @@ def test_values_are_interpolated_linearly_along_their_axis():
     values = torch.randn(3, 7, dtype=torch.float64)
     interpolated = at_depths(values, 1, 7, 5, "column")
     depth = np.linspace(0, 1, 7)
+
     for row, layer_values in zip(interpolated, values, strict=True):
         np.testing.assert_allclose(row, np.interp(np.linspace(0, 1, 5), depth, layer_values), rtol=1e-12)
+
     blocks = torch.randn(6, dtype=torch.float64)
     # Blocks have no entry at depth 0.
     np.testing.assert_allclose(

@@ -38,7 +38,9 @@ class TestModels:
     def test_each_report_is_that_of_analyze(self, models):
         data = lsim.Data(random_tokens(8), batch_size=4)
         reports = lsim.sweep(models, data, ANALYZERS)
+
         assert list(reports) == [0, 10, 1000]
+
         step_report = lsim.analyze(models[10], data, list(ANALYZERS))
         for name in step_report:
             np.testing.assert_allclose(reports[10][name].values, step_report[name].values, rtol=1e-12)
@@ -60,12 +62,14 @@ class TestModels:
             lsim.sweep(loaders, random_tokens(4), [*ANALYZERS, lsim.LogitLens(), lsim.BlockCoupling(k=3)])
         finally:
             gc.enable()
+
         assert most == [0, 0, 0]
         assert [ref() for ref in refs] == [None] * 3
 
     def test_a_loaded_model_is_used_as_it_is(self, models):
         before = {name: parameter.clone() for name, parameter in models[0].named_parameters()}
         mixed = lsim.sweep({"own": models[0], "other": lambda: tiny_llama(seed=1)}, random_tokens(4), ANALYZERS)
+
         assert list(mixed) == ["own", "other"]
         assert all(torch.equal(before[name], parameter) for name, parameter in models[0].named_parameters())
 
@@ -74,6 +78,7 @@ class TestModels:
             {1: models[0]}, lsim.Data(["w5 w6 w7 w8"], seq_len=3, tokenizer=tiny_tokenizer(), skip_first=1), "cosine"
         )
         options = reports[1]["cosine"].provenance.options
+
         assert (options["seq_len"], options["skip_first"]) == (3, 1)
         assert not reports[1]["cosine"].has_intervals
 
@@ -117,6 +122,7 @@ class TestRefusals:
             raise OSError("no space left")
 
         monkeypatch.setattr(lsim.Report, "save", full)
+
         with pytest.raises(SweepError, match="no space left") as caught:
             lsim.sweep({0: models[0]}, random_tokens(4), ANALYZERS, checkpoint=tmp_path / "sweep")
         assert list(caught.value.reports) == [0]
@@ -135,9 +141,11 @@ class TestCheckpoint:
         )
         reordered = {seed: partial(load, seed) for seed in (0, 2, 1)}
         reports = lsim.sweep(reordered, random_tokens(4), ANALYZERS, checkpoint=tmp_path / "new")
+
         assert loaded == [0, 1, 2]
         assert list(reports) == [0, 2, 1]
         assert equal(reports[1], whole[1])
+
         [report_file] = (tmp_path / "new").glob("model-1-*")
         assert equal(lsim.load(report_file), whole[1])
         assert not list((tmp_path / "new").glob("*.partial"))
@@ -158,16 +166,20 @@ class TestCheckpoint:
 
         monkeypatch.setattr(HookedSource, "run", counted)
         data = random_tokens(8)
+
         with pytest.raises(KeyboardInterrupt) as caught:
             lsim.sweep(models, lsim.Data(data, batch_size=1), ANALYZERS, checkpoint=tmp_path)
+
         notes = " ".join(caught.value.__notes__)
         assert "Model 10 is number 2 of 3. The reports of 1 model are kept in" in notes
         assert len(list(tmp_path.glob("model-10-*.partial"))) == 1
+
         batches_read = []
         last = None
         reports = lsim.sweep(models, lsim.Data(data, batch_size=1), ANALYZERS, checkpoint=tmp_path)
         # Fewer forward passes than rows: those before the interrupt are not repeated.
         assert len(batches_read) < 8
+
         whole = lsim.analyze(models[10], lsim.Data(data, batch_size=1), ANALYZERS)
         assert equal(reports[10], whole)
 
@@ -187,6 +199,7 @@ class TestCheckpoint:
 
         run(batch_size=2)
         run(batch_size=2)
+
         for arguments, match in (
             ({"batch_size": 4}, "options: batch_size: 4"),
             ({"batch_size": 2, "intervals": True}, "intervals: True"),
@@ -205,7 +218,9 @@ class TestCheckpoint:
     def test_names_with_signs_have_files_of_their_own(self, tmp_path, models):
         names = {"org/a b": models[0], "org_a_b": models[10]}
         reports = lsim.sweep(names, random_tokens(4), "cosine", checkpoint=tmp_path)
+
         assert len(list(tmp_path.glob("model-org_a_b-*.safetensors"))) == 2
+
         repeated = lsim.sweep(names, random_tokens(4), "cosine", checkpoint=tmp_path)
         assert all(equal(reports[name], repeated[name]) for name in names)
 
@@ -232,6 +247,7 @@ class TestCheckpoint:
             [object()],
             [None],
         ]
+
         assert len({data_digest(kind) for kind in kinds}) == len(kinds)
         assert data_digest([{"b": 1, "a": 2}]) == data_digest([{"a": 2, "b": 1}])
         assert data_digest(["x"] * 1500) != data_digest(["x"] * 1501)

@@ -51,12 +51,14 @@ class TestNumbers:
         front = tiny_gpt2(0).double()
         back = tiny_gpt2(1).double()
         tokens = rows(6, 10)
+
         result = lsim.stitch(front, back, tokens, at=at, adapter="identity")
         with torch.no_grad():
             x = gpt2_parts(front, tokens)[blocks[0]]
             stitched = next_token_loss(gpt2_upper(back, x, blocks[1]), tokens)
             own_loss = next_token_loss(back(tokens).logits, tokens)
             hits = (gpt2_upper(back, x, blocks[1])[:, :-1].argmax(-1) == tokens[:, 1:]).double().mean()
+
         assert result.loss == pytest.approx(stitched, abs=1e-9)
         assert result.back_loss == pytest.approx(own_loss, abs=1e-9)
         assert result.penalty == pytest.approx(stitched - own_loss, abs=1e-9)
@@ -96,6 +98,7 @@ class TestNumbers:
         back = tiny_gpt2(1).double()
         tokens = rows(12, 10)
         settings = lsim.stitching.StitchTraining(steps=12, lr=0.3, warmup=4, clip=0.7, relative=relative, seed=3)
+
         result = lsim.stitch(
             front,
             back,
@@ -144,8 +147,10 @@ class TestNumbers:
             torch.nn.utils.clip_grad_norm_(learnt, 0.7)
             optimiser.step()
             schedule.step()
+
         np.testing.assert_allclose(result.curve.numpy(), curve, rtol=1e-7)
         torch.testing.assert_close(result.weight, (start.double() + a * unit / size).detach(), rtol=1e-7, atol=1e-9)
+
         with torch.no_grad():
             out = apply(gpt2_parts(front, tokens[8:])[2])
         assert result.loss == pytest.approx(next_token_loss(gpt2_upper(back, out, 1), tokens[8:]), abs=1e-6)
@@ -160,6 +165,7 @@ class TestNumbers:
             torch.testing.assert_close(logits[:2], turned(tokens[:2]).logits, rtol=1e-3, atol=1e-4)
         # A random model predicts nothing but its own first choices.
         options = {"labels": logits.argmax(-1)}
+
         for at in ((0, 0), (2, 2)):
             plain = lsim.stitch(model, turned, tokens, at=at, adapter="identity", **options)
             result = lsim.stitch(model, turned, tokens, at=at, adapter="linear", fit="lstsq", **options)
@@ -186,10 +192,13 @@ class TestNumbers:
         back = tiny_llama(seed=1).double()
         lengths = [5, 12, 9, 2]
         ragged = [rows(4, 12)[i, :n].tolist() for i, n in enumerate(lengths)]
+
         together = lsim.stitch(front, back, lsim.Data({"input_ids": ragged}, batch_size=4), at=(1, 0), adapter="identity")
         alone = lsim.stitch(front, back, lsim.Data({"input_ids": ragged}, batch_size=1), at=(1, 0), adapter="identity")
+
         assert together.loss == pytest.approx(alone.loss, abs=1e-10)
         assert int(together.text_tokens.sum()) == sum(n - 1 for n in lengths)
+
         options = {"at": (1, 0), "adapter": "linear", "fit": "lstsq", "eval_data": rows(2), "ridge": 1.0}
         with pytest.warns(lsim.LayersimWarning, match="28 tokens for 32 features"):
             fits = [lsim.stitch(front, back, lsim.Data({"input_ids": ragged}, batch_size=n), **options) for n in (1, 4)]
@@ -200,10 +209,12 @@ class TestNumbers:
         model = tiny_llama()
         back = tiny_llama(seed=1)
         tokens = rows(20, 10)
+
         all_of_it = lsim.stitch(model, back, lsim.Data(tokens, batch_size=4), at=(0, 0), adapter="linear", fit="lstsq")
         later = lsim.stitch(
             model, back, lsim.Data(tokens, batch_size=4, skip_first=4), at=(0, 0), adapter="linear", fit="lstsq"
         )
+
         torch.testing.assert_close(all_of_it.weight, later.weight)
         assert int(all_of_it.text_tokens.sum()) == 4 * 9
         assert int(later.text_tokens.sum()) == 4 * 5
@@ -213,10 +224,12 @@ class TestNumbers:
         model = tiny_llama()
         back = tiny_llama(seed=1)
         tokens = rows(37)
+
         sizes = [
             lsim.stitch(model, back, lsim.Data(tokens, batch_size=n), at=(0, 0), adapter="linear", fit="lstsq")
             for n in (1, 5, 37)
         ]
+
         for result in sizes[1:]:
             assert int(result.text_tokens.sum()) == 7 * 15
             torch.testing.assert_close(result.weight, sizes[0].weight)
@@ -227,12 +240,15 @@ class TestNumbers:
         model = tiny_llama()
         back = tiny_llama(seed=1)
         tokens = rows(40, 10)
+
         result = lsim.stitch(model, back, lsim.Data(tokens, batch_size=4), at=(0, 0), adapter="linear", fit="lstsq")
         apart = lsim.stitch(
             model, back, lsim.Data(tokens[:32], batch_size=4), at=(0, 0), adapter="linear", fit="lstsq", eval_data=tokens[32:]
         )
+
         assert torch.equal(result.weight, apart.weight)
         assert result.penalty == apart.penalty
+
         evaluated = lsim.stitch(model, back, lsim.Data(tokens[32:], batch_size=4), at=(0, 0), adapter=apart.adapter)
         assert evaluated.penalty == apart.penalty
         assert evaluated.fit == ""
@@ -244,7 +260,9 @@ class TestNumbers:
         tokens = rows(40, 10)
         data = lsim.Data(tokens[:32], batch_size=4, skip_first=2)
         options = {"at": (0, 0), "adapter": "linear", "fit": "lstsq"}
+
         like = lsim.stitch(model, back, data, eval_data=tokens[32:], **options)
+
         for eval_data, count in ((lsim.Data(tokens[32:]), 8 * 9), (lsim.Data(tokens[32:], positions=slice(2, 5)), 8 * 3)):
             result = lsim.stitch(model, back, data, eval_data=eval_data, **options)
             assert torch.equal(result.weight, like.weight)
@@ -256,10 +274,13 @@ class TestNumbers:
         weight = torch.randn(32, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         front = tiny_gpt2(0)
         back = tiny_gpt2(1)
+
         wide = lsim.stitch(front, back, rows(4), at=(0, 0), adapter=lsim.stitching.Adapter("linear", weight))
         narrow = lsim.stitch(front, back, rows(4), at=(0, 0), adapter=lsim.stitching.Adapter("linear", weight.float()))
+
         assert wide.loss == narrow.loss
         assert torch.equal(wide.weight, weight.float().double())
+
         double = lsim.stitch(
             front.double(), back.double(), rows(4), at=(0, 0), adapter=lsim.stitching.Adapter("linear", weight)
         )
@@ -276,8 +297,10 @@ class TestNumbers:
         front = tiny_llama()
         back = tiny_llama(seed=1)
         back.tokenizer = tiny_tokenizer()
+
         by_text = lsim.stitch(front, back, ["w5 w6 w7 w8"], at=(0, 0), adapter="identity")
         by_ids = lsim.stitch(front, back, torch.tensor([[1, 5, 6, 7, 8]]), at=(0, 0), adapter="identity")
+
         assert by_text.loss == by_ids.loss
 
     @pytest.mark.heavy("seconds, where faster tests reach the same")
@@ -287,9 +310,12 @@ class TestNumbers:
         tokens = rows(6, 8)
         shifted = torch.full_like(tokens, -100)
         shifted[:, :-1] = tokens[:, 1:]
+
         usual = lsim.stitch(model, back, tokens, at=(0, 0), adapter="identity")
         table = lsim.stitch(model, back, tokens, at=(0, 0), adapter="identity", labels=shifted)
+
         assert usual.loss == table.loss
+
         shifted[:, :4] = -100
         fewer = lsim.stitch(model, back, tokens, at=(0, 0), adapter="identity", labels=shifted)
         assert int(fewer.text_tokens.sum()) == 6 * 3
@@ -298,8 +324,10 @@ class TestNumbers:
         front = tiny_llama()
         back = tiny_llama(seed=1)
         ragged = {"input_ids": [rows(25, 12)[i, : 3 + i % 9].tolist() for i in range(25)]}
+
         fine = lsim.stitch(front, back, lsim.Data(ragged, batch_size=2), at=(0, 0), adapter="identity")
         coarse = lsim.stitch(front, back, lsim.Data(ragged, batch_size=25), at=(0, 0), adapter="identity")
+
         assert fine.text_tokens.tolist() == coarse.text_tokens.tolist() == [2.0 + i % 9 for i in range(25)]
         torch.testing.assert_close(coarse.text_loss, fine.text_loss, rtol=0, atol=1e-4)
         assert coarse.penalty_interval() == pytest.approx(fine.penalty_interval(), abs=1e-5)
@@ -313,10 +341,12 @@ class TestNumbers:
         sums, tokens = (torch.tensor(column, dtype=torch.float64) for column in zip(*pairs, strict=True))
         value, low, high = over_texts(sums, tokens, 0.9)
         counted = [(s, n) for s, n in pairs if n > 0]
+
         if len(counted) < 2:
             assert math.isnan(low)
             assert math.isnan(high)
             return
+
         size = 1 if len(counted) < 32 else 2 if len(counted) < 64 else 4
         blocks = [counted[start : start + size] for start in range(0, len(counted), size)]
         without = []
@@ -354,8 +384,10 @@ class TestNumbers:
     def test_rates_rise_and_fall(self, steps, warmup):
         training = lsim.stitching.StitchTraining(steps=steps, warmup=warmup)
         rates = [training.rate(step) for step in range(steps)]
+
         assert all(rate > 0 for rate in rates)
         assert max(rates) == pytest.approx(0.1)
+
         top = rates.index(max(rates))
         assert rates[: top + 1] == sorted(rates[: top + 1])
         assert rates[top:] == sorted(rates[top:], reverse=True)

@@ -70,12 +70,15 @@ class TestRefusals:
         self.losses(monkeypatch, [*([5.0] * 25 + [4.0] * 25 + [4.5] * 10)[:good], bad])
         settings = lsim.stitching.StitchTraining(steps=80, warmup=10, relative=False)
         outcome = "the best adapter" if good == 60 else "the initial adapter"
+
         with pytest.warns(lsim.LayersimWarning, match=rf"exploded at step {good + 1} of 80.*holds {outcome}"):
             result = lsim.stitch(
                 tiny_llama(), tiny_llama(seed=1), lsim.Data(rows(), batch_size=6), training=settings, **options
             )
+
         assert result.stopped == good + 1
         assert len(result.curve) == good + 1
+
         # The best window ended with step 50; before the first one is over there is only the start, which is zero here.
         expected = weights_at[50] if good == 60 else torch.zeros(32, 32)
         assert torch.equal(result.weight.float(), expected.float())
@@ -94,9 +97,11 @@ class TestRefusals:
         initial_loss = torch.nn.functional.cross_entropy(logits[:160].flatten(0, 1), labels[:160].flatten())
         match = rf"higher loss.* {float(initial_loss):.4g} \(the initial adapter\).*StitchTraining\(lr=1\)"
         data = lsim.Data(tokens, batch_size=20)
+
         with pytest.warns(lsim.LayersimWarning, match=match):
             result = lsim.stitch(model, model, data, fit="sgd", adapter="affine-norm", training=wild, **options)
         start = lsim.stitch(model, model, tokens, adapter="identity", **options)
+
         assert result.loss <= start.back_loss + 1e-6
         assert result.stopped == 0
 
@@ -125,7 +130,9 @@ class TestRefusals:
     def test_layers_by_name(self):
         model = tiny_llama()
         back = tiny_llama(seed=1)
+
         expected = lsim.stitch(model, back, rows(), at=(0, 1), adapter="identity")
+
         for at in (
             ("blocks.0.hook_resid_post", "blocks.1.hook_resid_post"),
             ("blocks.1.hook_resid_pre", "blocks.2.hook_resid_pre"),
@@ -137,6 +144,7 @@ class TestRefusals:
     def test_half_precision(self):
         front = tiny_llama()
         back = tiny_llama(seed=1, dtype=torch.float16)
+
         with pytest.raises(lsim.LayersimError, match=r"`fit`.*float16"):
             lsim.stitch(front, back, rows(), at=(0, 0), fit="sgd")
         for dtype in (torch.float16, torch.bfloat16):
@@ -145,6 +153,7 @@ class TestRefusals:
             result = lsim.stitch(tiny_llama(seed=1), model, rows(60), at=(1, 1), fit="lstsq")
             wide = lsim.stitch(tiny_llama(seed=1), tiny_llama(), rows(60), at=(1, 1), fit="lstsq")
             assert result.penalty == pytest.approx(wide.penalty, abs=0.03)
+
         trained = lsim.stitch(
             tiny_llama(seed=1),
             model,
@@ -174,6 +183,7 @@ class TestRefusals:
         wide = LlamaForCausalLM(
             LlamaConfig(hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=100)
         ).eval()
+
         with pytest.raises(lsim.LayersimError, match=r"`adapter`.*identity"):
             lsim.stitch(wide, tiny_llama(), rows(), at=(0, 0), adapter="identity")
         with pytest.raises(lsim.LayersimError, match=r"`fit` is 'sgd'.* 48 .* 32\b"):
@@ -227,8 +237,10 @@ class TestRefusals:
         broken = tiny_llama()
         with torch.no_grad():
             broken.model.layers[0].mlp.down_proj.weight.fill_(torch.nan)
+
         with pytest.warns(lsim.LayersimWarning, match=r"blocks\.1\.hook_resid_post.*\[0"):
             result = lsim.stitch(broken, tiny_llama(), rows(), at=(1, 1), adapter="identity")
+
         assert math.isnan(result.penalty)
         with pytest.raises(lsim.LayersimError, match=r"LlamaForCausalLM.*blocks\.1\.hook_resid_post"):
             lsim.stitch(broken, tiny_llama(), lsim.Data(rows(), batch_size=6), at=(1, 1), fit="lstsq")
@@ -245,6 +257,7 @@ class TestRefusals:
             broken.model.layers[2].mlp.down_proj.weight.fill_(torch.nan)
         short = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=100, n_positions=8)).eval()
         unread = lsim.open_model(Unread(), layers=["steps.0", "steps.1"])
+
         for front, back, data, at, match in (
             (plain, other_tokenizer_model, rows(), (0, 0), r"'w9\d' has id 9\d in "),
             (tiny_gpt2(), short, rows(), (0, 0), r"\b16\b.* 8\b"),

@@ -48,11 +48,13 @@ class TestClassifiers:
         tokens = rows(30, 9)
         classes = torch.arange(30) % 3
         data = {"input_ids": tokens, "labels": classes}
+
         # The first two blocks are the same in both, so nothing is lost below the third.
         for layer in (0, 1):
             result = lsim.stitch(base, tuned, lsim.Data(data, batch_size=8), at=(layer, layer), adapter="identity")
             assert result.accuracy_penalty == pytest.approx(0.0)
             assert abs(result.penalty) < 1e-6
+
         result = lsim.stitch(base, tuned, lsim.Data(data, batch_size=8), at=(2, 2), adapter="identity")
         with torch.no_grad():
             back_logits = tuned(tokens).logits
@@ -70,8 +72,10 @@ class TestClassifiers:
         base = self.build("bert", 0)
         tuned = self.build("bert", 1)
         data = {"input_ids": rows(12, 9), "labels": torch.arange(12) % 3}
+
         result = lsim.stitch(base, tuned, data, at=(2, 2), adapter="identity")
         later = lsim.stitch(base, tuned, lsim.Data(data, skip_first=2), at=(2, 2), adapter="identity")
+
         assert later.loss == result.loss
         assert int(later.text_tokens.sum()) == 12
         assert result.unit == "row"
@@ -82,8 +86,11 @@ class TestClassifiers:
         base = self.build("bert", 0)
         tuned = self.build("bert", 1)
         data = {"input_ids": [rows(20, 9)[i, : 4 + i % 5].tolist() for i in range(20)], "labels": [i % 3 for i in range(20)]}
+
         result = lsim.stitch(base, tuned, lsim.Data(data, batch_size=4), at=(2, 2), fit="sgd", training=QUICK)
+
         assert len(result.curve) == 30
+
         grid = lsim.stitch_grid({"a": base, "b": tuned}, lsim.Data(data, batch_size=4), adapter="identity")
         assert grid.penalty.shape == (2, 2, 3)
         assert grid.accuracy_penalty[0, 0].abs().max() == 0
@@ -102,11 +109,14 @@ class TestClassifiers:
         base = self.build("llama", 0)
         tuned = self.build("llama", 1)
         base.tokenizer = tuned.tokenizer = tiny_tokenizer()
-        data = {
-            "text": [" ".join(f"w{3 + (7 * i + j) % 90}" for j in range(2 + i % 6)) for i in range(20)],
-            "label": [i % 3 for i in range(20)],
-        }
+        texts = []
+        for i in range(20):
+            # Two to seven words, so that rows are padded.
+            texts.append(" ".join(f"w{3 + (7 * i + j) % 90}" for j in range(2 + i % 6)))
+        data = {"text": texts, "label": [i % 3 for i in range(20)]}
+
         single, many = (lsim.stitch(base, tuned, lsim.Data(data, batch_size=n), at=(1, 1), adapter="identity") for n in (1, 20))
+
         assert many.loss == pytest.approx(single.loss, abs=1e-6)
         assert many.back_loss == pytest.approx(single.back_loss, abs=1e-6)
 
@@ -121,8 +131,11 @@ class TestClassifiers:
             torch.manual_seed(seed)
             models.append(transformers.BertForTokenClassification(config).eval())
         data = {"input_ids": rows(4), "labels": rows(4) + 10}
+
         result = lsim.stitch(*models, data, at=(0, 0), adapter="identity")
+
         assert result.provenance.options["labels"] == "data"
+
         with torch.no_grad():
             back_logits = models[1](rows(4)).logits
         expected = torch.nn.functional.cross_entropy(back_logits.reshape(-1, 120), (rows(4) + 10).reshape(-1))
@@ -143,6 +156,7 @@ class TestHeadsThatPool:
         front = case.build(0)
         back = case.build(1)
         data = case.data(labels=classes)
+
         result = lsim.stitch(front, back, lsim.Data(data, batch_size=3), at=(1, 1), adapter="identity", eval_data=data)
         back_logits = []
         stitched = []
@@ -155,5 +169,6 @@ class TestHeadsThatPool:
                 stitched.append(back(**row).logits)
             handle.remove()
         cross_entropy = torch.nn.functional.cross_entropy
+
         assert result.back_loss == pytest.approx(float(cross_entropy(torch.cat(back_logits), classes)), rel=1e-9)
         assert result.loss == pytest.approx(float(cross_entropy(torch.cat(stitched), classes)), rel=1e-9)

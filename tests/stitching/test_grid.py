@@ -39,6 +39,7 @@ class TestGrid:
         np.testing.assert_allclose(difference["difference"], grid.penalty[0, 1] - grid.penalty[1, 0], atol=1e-12)
         assert (difference["difference_low"] <= difference["difference"]).all()
         assert (difference["difference"] <= difference["difference_high"]).all()
+
         swapped = grid.penalty_difference(("b", "a"), ("a", "b"))
         np.testing.assert_allclose(swapped["difference"], -difference["difference"], atol=1e-12)
         with pytest.raises(lsim.LayersimError, match="'c'"):
@@ -49,7 +50,9 @@ class TestGrid:
         # Trained, so that models with themselves do not come out at zero.
         options = {"layers": [0, 1], "fit": "sgd", "adapter": "affine-norm", "training": QUICK}
         grid = lsim.stitch_grid(models, lsim.Data(rows(40), batch_size=8), **options)
+
         assert grid.penalty[0, 0].abs().min() > 1e-3
+
         self_traces = [trace for trace in grid.plot().data if trace.name in ("a into a", "b into b")]
         assert len({trace.marker.symbol for trace in self_traces}) == len({trace.line.dash for trace in self_traces}) == 2
         for front, back, a, b in (("a", "b", 0, 1), ("b", "a", 1, 0)):
@@ -65,6 +68,7 @@ class TestGrid:
         assert {"front", "back", "seam", "penalty", "low", "high", "loss", "back_loss", "accuracy_penalty"} <= set(
             table.columns
         )
+
         figure = grid.plot()
         lines = [trace.name for trace in figure.data if trace.name]
         assert lines == ["a into b", "b into a", "a into a", "b into b"]
@@ -74,8 +78,10 @@ class TestGrid:
         assert grid.plot("accuracy_penalty").data[0].fill == "toself"
         np.testing.assert_allclose(grid.plot("loss").data[0].y, grid.loss[0, 1])
         assert figure.layout.title.subtitle.text.startswith("affine adapter, fitted by lstsq · ")
+
         loaded = lsim.load(grid.save(tmp_path / "grid.safetensors"))
         assert torch.equal(loaded.values, grid.values)
+
         page = lsim.Report({"stitches": grid}).to_html(tmp_path / "page.html").read_text()
         assert "Stitching penalty" in page
 
@@ -84,6 +90,7 @@ class TestGrid:
         mixed = {"a": models["a"], "deep": tiny_llama(5, seed=2)}
         with pytest.raises(lsim.LayersimError, match=r"`layers`.*3 layers for a, 5 layers for deep"):
             lsim.stitch_grid(mixed, rows(), adapter="identity")
+
         grid = lsim.stitch_grid(mixed, rows(), adapter="identity", layers={"a": [0, 2], "deep": [1, 4]})
         pair_result = lsim.stitch(mixed["deep"], mixed["a"], rows(), at=(1, 0), adapter="identity")
         assert float(grid.penalty[1, 0, 0]) == pair_result.penalty

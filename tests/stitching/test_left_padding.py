@@ -54,7 +54,9 @@ def test_a_row_has_the_logits_of_the_row_alone(front, back):
         logits = model(ids, attention_mask=mask).logits
         for i, row in enumerate(ROWS):
             assert torch.allclose(logits[i, -len(row) :], model(row[None]).logits[0], atol=1e-4)
+
     generated = model.generate(ids, attention_mask=mask, max_new_tokens=4, min_new_tokens=4, do_sample=False, pad_token_id=0)
+
     for i, row in enumerate(ROWS):
         alone = model.generate(row[None], max_new_tokens=4, min_new_tokens=4, do_sample=False, pad_token_id=0)
         assert generated[i, -4:].tolist() == alone[0, -4:].tolist()
@@ -65,6 +67,7 @@ def test_a_row_has_the_logits_of_the_row_alone(front, back):
 def test_models_that_run_through_padding_are_refused(at_front):
     model = stitched(rwkv(), tiny_llama()) if at_front else stitched(tiny_llama(), rwkv())
     ids, mask = left(ROWS)
+
     with pytest.raises(lsim.LayersimError, match=r"`attention_mask`.*left"), torch.no_grad():
         model(ids, attention_mask=mask)
     right = ids.flip(1)

@@ -14,6 +14,14 @@ from ..models.tiny_models import tiny_llama
 from .helpers import QUICK, lsim_batches, rows
 
 
+def requires_grad_of(model: torch.nn.Module) -> list[bool]:
+    return [parameter.requires_grad for parameter in model.parameters()]
+
+
+def sums_of(model: torch.nn.Module) -> list[float]:
+    return [float(parameter.detach().double().sum()) for parameter in model.parameters()]
+
+
 class TestNothingElseChanges:
     @pytest.mark.light("identity")
     @pytest.mark.parametrize("kind", ["identity", "affine", "affine-norm"])
@@ -21,17 +29,18 @@ class TestNothingElseChanges:
         front = tiny_llama().train()
         back = tiny_llama(seed=1).train()
         list(back.parameters())[3].requires_grad_(False)
-        flags = [[p.requires_grad for p in m.parameters()] for m in (front, back)]
-        sums = [[float(p.detach().double().sum()) for p in m.parameters()] for m in (front, back)]
+        flags = [requires_grad_of(front), requires_grad_of(back)]
+        sums = [sums_of(front), sums_of(back)]
         options = {} if kind == "identity" else {"fit": "lstsq+sgd", "training": QUICK}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", lsim.LayersimWarning)
             lsim.stitch(front, back, lsim.Data(rows(), batch_size=6), at=(1, 1), adapter=kind, **options)
+
         assert front.training
         for model, flag, total in zip((front, back), flags, sums, strict=True):
             assert all(p.grad is None for p in model.parameters())
-            assert [p.requires_grad for p in model.parameters()] == flag
-            assert [float(p.detach().double().sum()) for p in model.parameters()] == total
+            assert requires_grad_of(model) == flag
+            assert sums_of(model) == total
             assert model.training
             for module in model.modules():
                 assert "forward" not in vars(module)
@@ -42,6 +51,7 @@ class TestNothingElseChanges:
         front = tiny_llama()
         back = tiny_llama(seed=1)
         monkeypatch.setattr(back.lm_head, "forward", lambda x: (_ for _ in ()).throw(RuntimeError("broken head")))
+
         with pytest.raises(lsim.LayersimError, match="broken head"):
             lsim.stitch(front, back, rows(), at=(1, 1), adapter="identity")
         for model in (front, back):
@@ -63,6 +73,7 @@ class TestNothingElseChanges:
         split_model.tuples()
         runs.update(dict.fromkeys(runs, 0))
         split_model.loss_and_gradient(batches[0], batches[0].next_tokens, 3, front_split.hidden(batches[0], 3))
+
         assert runs == {0: 0, 1: 0, 2: 0, 3: 1}
 
     def test_the_front_runs_once_a_batch(self, monkeypatch):
@@ -77,10 +88,12 @@ class TestNothingElseChanges:
         )
         front = tiny_llama()
         back = tiny_llama(seed=1)
+
         result = lsim.stitch(
             front, back, lsim.Data(rows(20), batch_size=4), at=(0, 0), adapter="affine-norm", fit="sgd", training=QUICK
         )
         weights_hash = result.provenance.weights_hash.split(" | ")[0]
+
         # Four batches of the fit, and one of the evaluation.
         assert calls.count(weights_hash) == 4 + 1
 
@@ -101,9 +114,11 @@ class TestNothingElseChanges:
     def test_hooks_below_the_stitch_point_do_not_touch_what_is_put_there(self):
         front = tiny_llama()
         back = tiny_llama(seed=1)
+
         plain = lsim.stitch(front, back, rows(4), at=(1, 1), adapter="identity")
         handles = [back.model.layers[0].register_forward_hook(lambda _m, _a, out: out * 3)]
         handles.append(back.model.layers[0].register_forward_pre_hook(lambda _m, args: (args[0] * 2,)))
+
         assert lsim.stitch(front, back, rows(4), at=(1, 1), adapter="identity").loss == plain.loss
         assert lsim.stitch(front, back, rows(4), at=(1, 1), adapter="identity").back_loss != plain.back_loss
         for handle in handles:

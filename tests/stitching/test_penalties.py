@@ -49,6 +49,7 @@ class TestGroups:
     def test_groups_are_told_apart(self, grid):
         groups = lsim.many.compare_groups(grid.to_xarray()["penalty"].mean("seam"), grid.groups)
         names = ["within groups", "between groups", "within p", "within q", "p into q", "q into p"]
+
         assert list(groups["comparison"].values) == names
         assert groups["count"].values.tolist() == [4, 8, 2, 2, 4, 4]
         assert float(groups["difference"]) > 1
@@ -59,22 +60,28 @@ class TestGroups:
         p = [0, 2]
         q = [1, 3]
         mean = groups["mean"].sel
+
         np.testing.assert_allclose(mean(comparison="within p"), (grid.penalty[0, 2] + grid.penalty[2, 0]) / 2)
         np.testing.assert_allclose(mean(comparison="q into p"), grid.penalty[q][:, p].mean((0, 1)))
+
         deviation = groups["sd"].sel(comparison="p into q")
         np.testing.assert_allclose(deviation, grid.penalty[p][:, q].flatten(0, 1).std(0))
         assert groups["p_value"].dims == ("seam",)
+
         accuracy = lsim.many.compare_groups(grid, ["a", "a", "a", "b"], field="accuracy_penalty")
         assert list(accuracy["comparison"].values[2:]) == ["within a", "a into b", "b into a"]
         np.testing.assert_allclose(accuracy["mean"][3], grid.accuracy_penalty[:3, 3].mean(0))
+
         lines = [trace for trace in lsim.plot(groups).data if trace.name]
         np.testing.assert_allclose([line.y for line in lines], groups["mean"][2:])
 
     def test_figures_and_files(self, grid, tmp_path):
         penalty = grid.to_xarray()["penalty"]
         links = lsim.many.dendrogram(penalty.isel(seam=0), grid.groups).data
+
         assert len([link for link in links if link.mode == "lines"]) == 3
         np.testing.assert_allclose(lsim.plot(penalty.isel(seam=0), over=("back", "front")).data[0].z, grid.penalty[..., 0])
+
         colours = {trace.name: trace.line.color for trace in grid.plot().data}
         assert colours["p0 into q0"] != colours["q0 into p0"]
         assert lsim.load(grid.save(tmp_path / "grid.safetensors")).groups == grid.groups
@@ -113,8 +120,10 @@ def test_fits_read_the_same_activations(fit, monkeypatch):
     data = lsim.Data(rows(80), batch_size=4)
     options = {"adapter": "affine", "fit": fit}
     options |= {"training": lsim.stitching.StitchTraining(steps=3)} if fit == "sgd" else {}
+
     grid = lsim.stitch_grid(models, data, layers=[1], **options)
     pair_result = lsim.stitch(models["a"], models["b"], data, at=(1, 1), **options)
+
     assert float(grid.penalty[0, 1, 0]) == pair_result.penalty
 
 
@@ -124,5 +133,6 @@ def test_activations_that_do_not_fit_are_computed_anew(monkeypatch, capfd):
     with_store = lsim.stitch_grid(models, rows(), layers=[0], adapter="identity")
     monkeypatch.setattr(activation_store, "_free_bytes", lambda folder: (1000.0, "memory"))
     anew = lsim.stitch_grid(models, rows(), layers=[0], adapter="identity")
+
     assert torch.equal(anew.penalty, with_store.penalty)
     assert "do not fit into memory" in capfd.readouterr().err

@@ -28,8 +28,11 @@ class TestStitchedModel:
         with torch.no_grad():
             for _ in range(6):
                 expected = torch.cat([expected, result.model(expected).logits[:, -1:].argmax(-1)], 1)
+
         generated = result.model.generate(tokens, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=2)
+
         assert torch.equal(generated, expected)
+
         text = result.model.generate("w5 w6", max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=2)
         assert text.startswith("w5 w6")
 
@@ -37,6 +40,7 @@ class TestStitchedModel:
         front = tiny_llama().train()
         back = tiny_llama(seed=1)
         _ = lsim.stitch(front, back, rows(4), at=(0, 0), adapter="identity").model
+
         assert front.training
         assert all(module.training for module in front.modules())
         assert not back.training
@@ -49,6 +53,7 @@ class TestStitchedModel:
         generated = result.model.generate(
             padded, attention_mask=mask, max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=2
         )
+
         assert torch.equal(generated[:, 3:], alone)
 
     @pytest.mark.light("('gpt2', 'gpt2')")
@@ -63,12 +68,14 @@ class TestStitchedModel:
 
         front = strong(kinds[0], 0)
         back = strong(kinds[1], 1)
+
         joined = lsim.stitch(front, back, rows(4), at=(1, 0), adapter="identity").model
         options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 2}
         tokens = rows(2)
         mask = torch.ones_like(tokens)
         mask[0, :5] = 0
         padded = joined.generate(tokens, attention_mask=mask, **options)
+
         assert torch.equal(padded[0, 5:], joined.generate(tokens[:1, 5:], **options)[0])
 
     @pytest.mark.heavy("every analyzer of a stitched model")
@@ -78,6 +85,7 @@ class TestStitchedModel:
         turn = lsim.stitching.Adapter(
             "linear", torch.linalg.qr(torch.randn(32, 32, generator=torch.Generator().manual_seed(0)))[0]
         )
+
         for at in ((2, 0), (1, 0), (0, 1), (0, "blocks.0.hook_resid_pre")):
             twice = lsim.stitch(model, model, tokens, at=at, adapter=turn).model
             apart = lsim.stitch(model, copy.deepcopy(model), tokens, at=at, adapter=turn).model
@@ -100,6 +108,7 @@ class TestStitchedModel:
         back = tiny_llama(seed=1)
         split_model = open_split_model(front)
         [batch] = lsim_batches(rows(4), 4)
+
         for at in ((0, "blocks.0.hook_resid_pre"), ("blocks.0.hook_resid_pre", "blocks.0.hook_resid_pre"), (1, 0)):
             joined = lsim.stitch(front, back, rows(4), at=at, adapter=lsim.stitching.Adapter("linear", torch.eye(32) * 2)).model
             joined_hidden = open_source(joined).collect(batch).activations[0]
@@ -110,19 +119,23 @@ class TestStitchedModel:
     def test_another_adapter_is_another_model(self, tmp_path):
         front = tiny_llama()
         back = tiny_llama(seed=1)
+
         joined = [
             lsim.stitch(front, back, rows(4), at=(0, 0), adapter=lsim.stitching.Adapter("linear", torch.eye(32) * size)).model
             for size in (1, 2)
         ]
         lsim.analyze(joined[0], rows(4), [lsim.CKA(minibatch=32)], checkpoint=tmp_path / "f")
+
         with pytest.raises(lsim.LayersimError, match="belongs to another run"):
             lsim.analyze(joined[1], rows(4), [lsim.CKA(minibatch=32)], checkpoint=tmp_path / "f")
 
     def test_the_tokenizer_that_was_given(self):
         front = tiny_llama()
         back = tiny_llama(seed=1)
+
         result = lsim.stitch(front, back, lsim.Data(["w5 w6 w7 w8"], tokenizer=tiny_tokenizer()), at=(0, 0), adapter="identity")
         options = {"max_new_tokens": 2, "eos_token_id": None, "pad_token_id": 2}
+
         assert result.model.generate("w5 w6", do_sample=False, **options).startswith("w5 w6")
         assert len(result.model.generate("w5 w6", do_sample=True, num_return_sequences=3, **options)) == 3
 
@@ -145,11 +158,13 @@ class TestStitchedModel:
         paths = [f"steps.{i}" for i in range(3)]
         front = Own(0)
         back = Own(1)
+
         result = lsim.stitch(
             lsim.open_model(front, layers=paths), lsim.open_model(back, layers=paths), rows(4), at=(1, 0), adapter="identity"
         )
         with torch.no_grad():
             logits = result.model(rows(4))
+
         assert next_token_loss(logits, rows(4)) == pytest.approx(result.loss, abs=1e-5)
         with pytest.raises(AttributeError, match="generate"):
             result.model.generate(rows(1))
@@ -164,6 +179,7 @@ class TestStitchedModel:
                 logits = result.model(expected)
                 expected = torch.cat([expected, logits[:, -1:].argmax(-1)], 1)
         generated = result.model.generate(tokens, max_new_tokens=4, do_sample=False, stop_at_eos=False)
+
         assert torch.equal(generated, expected)
 
     def test_no_cache(self, result):
@@ -174,9 +190,11 @@ class TestStitchedModel:
         tokens = rows(6, 9)
         report = lsim.analyze(result.model, tokens, [lsim.LogitLens(), lsim.Cosine(center="none"), lsim.Trajectory()])
         evaluated = lsim.stitch(tiny_llama(), tiny_llama(seed=1), tokens, at=(1, 0), adapter=result.adapter)
+
         assert float(report["logit_lens"].cross_entropy[-1]) == pytest.approx(evaluated.loss, abs=1e-6)
         assert report["cosine"].layers == ("blocks.1.hook_resid_pre", "blocks.1.hook_resid_post", "blocks.2.hook_resid_post")
         assert "affine" in report["cosine"].provenance.model
+
         # The first layer is what the adapter gives.
         split_model = open_split_model(tiny_llama())
         [batch] = lsim_batches(tokens, 6)
@@ -195,7 +213,9 @@ class TestStitchedModel:
         with lsim.attach(result.model, [lsim.LogitLens()]) as probe, torch.no_grad():
             result.model(tokens)
         expected = lsim.analyze(result.model, tokens, [lsim.LogitLens()])["logit_lens"]
+
         torch.testing.assert_close(probe.results()["logit_lens"].cross_entropy, expected.cross_entropy)
+
         comparison = lsim.compare(result.model, result.model, tokens, lsim.CKA(minibatch=32))
         assert comparison.distance() < 1e-3
 
@@ -204,6 +224,7 @@ class TestStitchedModel:
         result = lsim.stitch(model, model, rows(4), at=(2, 2), adapter="identity")
         with torch.no_grad():
             assert torch.equal(result.model(rows(4)).logits, model(rows(4)).logits)
+
         with pytest.raises(lsim.LayersimError, match=r"blocks\.2\.hook_resid_post"):
             lsim.analyze(result.model, rows(4), ["cosine"])
 

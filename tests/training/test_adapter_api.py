@@ -85,6 +85,7 @@ def test_losses_and_gradients_are_those_of_plain_torch(at, rows_at_once, monkeyp
         with torch.enable_grad():
             sums, slopes = low_rank_adapters.loss_and_gradient(blocks, unembed, False, at, item, down, up, shares)
         saved = nnsight.save((sums, slopes))
+
     torch.testing.assert_close(saved[0] / len(index), losses.detach(), rtol=1e-10, atol=1e-12)
     for gradient, expected_gradient in zip(saved[1], expected, strict=True):
         assert float(expected_gradient.abs().max()) > 1e-4
@@ -97,6 +98,7 @@ def test_losses_and_gradients_are_those_of_plain_torch(at, rows_at_once, monkeyp
 def test_steps_are_those_of_a_plain_adamw(at):
     data = rows(6, 16)
     held_out = rows(9, 16, seed=9)
+
     result = train(traced(exact_llama()), data, at=at, steps=5, batch_size=6, lr=0.02, seed=7, eval_data=held_out)
     where = [0, 1, 2] if at is None else at
     generator = torch.Generator().manual_seed(7)
@@ -114,11 +116,13 @@ def test_steps_are_those_of_a_plain_adamw(at):
         optimiser.zero_grad()
         (losses @ linear()).backward()
         optimiser.step()
+
     torch.testing.assert_close(result.curves, torch.stack(curves), rtol=1e-9, atol=0)
     torch.testing.assert_close(result.curve, torch.stack(curves) @ linear(), rtol=1e-9, atol=0)
     torch.testing.assert_close(result.down, down.detach(), rtol=1e-8, atol=1e-9)
     torch.testing.assert_close(result.up, up.detach(), rtol=1e-8, atol=1e-9)
     assert float(result.up.abs().max()) > 0.02
+
     after = naive_losses(module, held_out, where, down, up).detach()
     torch.testing.assert_close(result.losses, torch.stack([before, after]), rtol=1e-9, atol=0)
     assert result.aligned("after") == pytest.approx(float(after @ linear()), rel=1e-7)
@@ -136,9 +140,12 @@ def test_each_step_takes_other_rows_and_each_row_its_turn(monkeypatch):
 
     monkeypatch.setattr(AdapterSteps, "_item", item)
     data = random_tokens(10, 8)
+
     train(traced(), data, steps=5, batch_size=4, lr=1.0e-3, eval_data=random_tokens(3, 8, seed=4))
     steps = {step: (rate, tokens) for step, rate, tokens in records}
+
     assert [steps[step][0] for step in range(1, 6)] == pytest.approx([1e-3, 8e-4, 6e-4, 4e-4, 2e-4])
+
     order = [data.tolist().index(row) for step in range(1, 6) for row in steps[step][1].tolist()]
     assert sorted(order[:10]) == sorted(order[10:]) == list(range(10))
     assert order[:10] != order[10:]
@@ -148,8 +155,10 @@ def test_each_step_takes_other_rows_and_each_row_its_turn(monkeypatch):
 def test_weights_of_layers(weights):
     result = train(traced(), weights=weights)
     expected = [1 / 3] * 3 if weights == "uniform" else weights
+
     assert result.weights == pytest.approx(expected)
     torch.testing.assert_close(result.curve, result.curves @ torch.tensor(expected, dtype=torch.float64))
+
     second = train(traced())
     assert not torch.equal(result.up, second.up)
 
@@ -160,12 +169,15 @@ def test_layers_learn_on_held_out_text():
 
     demo = lsim.demo_model()
     model = TransformersModel(demo, task="text-generation", tokenizer=demo.tokenizer)
+
     result = train_adapters(model, lsim.Data(lsim.demo_text(), batch_size=8, seq_len=64), steps=20, rank=4)
+
     assert result.aligned("after") < result.aligned("before") - 0.1
     assert result.curve[-5:].mean() < result.curve[:5].mean()
     assert "aligned loss after" in repr(result)
     assert result.provenance.options["train_rows"] > result.provenance.sequences > 0
     assert len(result.plot().data) == 2
+
     words = [result.plot(field).layout.title.subtitle.text for field in ("losses", "curve")]
     assert words[0].endswith(f" · {result.provenance.tokens} held-out tokens")
     assert words[1].endswith(f" · {result.provenance.options['train_rows']} training rows")
@@ -175,6 +187,7 @@ def test_layers_learn_on_held_out_text():
 def test_nothing_changes_before_the_first_step():
     model = traced()
     tokens = random_tokens(2, 9)
+
     result = train(model, steps=1)
     nothing = replace(result, up=torch.zeros_like(result.up))
     with model.trace(tokens):
@@ -185,6 +198,7 @@ def test_nothing_changes_before_the_first_step():
     with model.trace(tokens):
         result.apply(model)
         changed = model.lm_head.output.save()
+
     assert torch.equal(plain, unchanged)
     assert not torch.equal(plain, changed)
 
@@ -192,9 +206,12 @@ def test_nothing_changes_before_the_first_step():
 def test_padding_does_not_matter():
     data = rows(8, 16)
     garbage = data | {"input_ids": torch.where(data["attention_mask"].bool(), data["input_ids"], 57)}
+
     # One long row makes all others of its batch wider.
     alone = train(traced(), data, batch_size=8)
+
     assert equal(alone, train(traced(), garbage, batch_size=8))
+
     width = {"input_ids": torch.full((8, 24), 5), "attention_mask": torch.zeros(8, 24, dtype=torch.long)}
     for name, value in data.items():
         width[name][:, :16] = value
@@ -216,6 +233,7 @@ def test_one_rate_is_as_good_for_a_stream_of_any_size():
     # Root mean square norms undo the factor, up to their epsilon.
     plain = train(larger(10))
     large = train(larger(10_000))
+
     torch.testing.assert_close(plain.curves, large.curves, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(plain.up, large.up, rtol=1e-2, atol=1e-4)
 
@@ -242,8 +260,10 @@ def test_the_model_is_left_as_it_was(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(low_rank_adapters, "loss_and_gradient", loss_and_gradient)
         train(model)
+
     # A graph of all weights would be kept for nothing.
     assert not learning
+
     unchanged()
     cut_after(1, monkeypatch)
     with pytest.raises(Stop):
@@ -257,12 +277,14 @@ def test_dropout_is_off():
     torch.manual_seed(0)
     config = GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=100, n_positions=64, resid_pdrop=0.5)
     module = GPT2LMHeadModel(config)
+
     assert equal(train(traced(module.train())), train(traced(module.eval())))
 
 
 def test_half_precision_learns_in_float32():
     result = train(traced(tiny_llama(dtype=torch.bfloat16)))
     exact = train(traced())
+
     assert result.down.dtype == result.up.dtype == torch.float32
     torch.testing.assert_close(result.curves, exact.curves, rtol=0, atol=0.1)
 
@@ -290,6 +312,7 @@ def test_a_classifier_learns_from_labels():
         last = data["attention_mask"].sum(1) - 1
         logits = [module.score(module.model.norm(x[torch.arange(6), last])) for x in captured]
     expected = torch.stack([torch.nn.functional.cross_entropy(layer_logits, data["labels"]) for layer_logits in logits])
+
     torch.testing.assert_close(result.losses[0], expected)
     torch.testing.assert_close(result.curves[0], expected)
     assert result.aligned("after") < result.aligned("before")

@@ -24,6 +24,7 @@ L = 3
 def test_applied_in_a_trace_as_by_hooks(make, remote, tmp_path):
     module = make()
     tokens = random_tokens(2, 9)
+
     result = train(traced(module), at=[1], lr=0.05)
     result.save(tmp_path / "adapters.safetensors")
     result = lsim.load(tmp_path / "adapters.safetensors")
@@ -41,10 +42,12 @@ def test_applied_in_a_trace_as_by_hooks(make, remote, tmp_path):
             low = blocks[0].output.save()
             middle = blocks[1].output.save()
             high = blocks[2].output.save()
+
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
     for layer_output, hook, before, changed in zip((low, middle, high), captured, plain, (False, True, True), strict=True):
         torch.testing.assert_close(layer_output, hook, rtol=0, atol=1e-5)
         assert torch.equal(layer_output, before) != changed
+
     # Nothing stays.
     with torch.no_grad(), hooked(module, [], None, None) as restored:
         module(tokens)
@@ -55,6 +58,7 @@ def test_applied_at_each_step_of_generation():
     module = tiny_llama()
     tokens = random_tokens(1, 9)
     model = traced(module)
+
     result = train(traced(module), lr=0.1, steps=8)
     with model.generate(max_new_tokens=4, do_sample=False) as tracer:
         with tracer.invoke(tokens):
@@ -64,14 +68,17 @@ def test_applied_at_each_step_of_generation():
             written = tracer.result.save()
     with torch.no_grad(), hooked(module, list(result.blocks), result.down, result.up):
         expected = module.generate(tokens, max_new_tokens=4, do_sample=False)
+
     assert torch.equal(written, expected)
 
 
 def test_saved_and_loaded_exactly(tmp_path):
     result = train(traced(), at=["blocks.0.hook_resid_post", 2])
     path = result.save(tmp_path / "adapters.safetensors")
+
     # Two adapters of rank 3 in float32, and words.
     assert path.stat().st_size < 2 * 2 * 3 * D * 4 + 10_000
+
     loaded = lsim.load(path)
     assert isinstance(loaded, AlignedAdapters)
     assert equal(result, loaded)

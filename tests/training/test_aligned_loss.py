@@ -41,6 +41,7 @@ class TestWeights:
     def test_they_sum_to_one(self, weights, n_layers):
         layer_shares = layer_weights(weights, n_layers)
         assert math.isclose(sum(layer_shares), 1, rel_tol=1e-12)
+
         expected = [2 * l / (n_layers * (n_layers + 1)) for l in range(1, n_layers + 1)]  # noqa: E741
         assert layer_shares == pytest.approx(expected if weights == "linear" else [1 / n_layers] * n_layers)
 
@@ -64,6 +65,7 @@ class TestLoss:
     def test_value_and_gradients_are_the_formula(self, make, weights, norm):
         model = make().double()
         tokens = random_tokens(3, 11)
+
         loss = lsim.training.aligned_loss(model, tokens, weights=weights, norm=norm)
         loss.backward()
         chunked = gradients(model)
@@ -73,6 +75,7 @@ class TestLoss:
             naive(model, tokens, next_of(tokens), parts, norm) if soft is None else capped(model, tokens, parts, norm, soft)
         )
         expected.backward()
+
         assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-10)
         same_gradients(chunked, gradients(model), 1e-9)
 
@@ -80,6 +83,7 @@ class TestLoss:
         model = tiny_llama().double()
         tokens = random_tokens(4, 20)
         model.lm_head.bias = torch.nn.Parameter(torch.randn(100).double())
+
         whole = lsim.training.aligned_loss(model, tokens)
         whole.backward()
         expected = gradients(model)
@@ -95,6 +99,7 @@ class TestLoss:
         monkeypatch.setattr(torch.nn.functional, "linear", watched)
         loss = lsim.training.aligned_loss(model, tokens)
         loss.backward()
+
         assert max(sizes) == 7
         assert float(loss.detach()) == pytest.approx(float(whole.detach()), rel=1e-12)
         same_gradients(gradients(model), expected, 1e-10)
@@ -104,6 +109,7 @@ class TestLoss:
         model = bert().double()
         tokens = random_tokens(5, 9)
         labels = torch.tensor([0, 2, NO_LABEL, 1, 1])
+
         loss = lsim.training.aligned_loss(model, tokens, labels)
         loss.backward()
         actual = gradients(model)
@@ -113,6 +119,7 @@ class TestLoss:
             for layer, w in enumerate(layer_weights("linear", 3), 1)
         )
         expected.backward()
+
         assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-10)
         same_gradients(actual, gradients(model), 1e-9)
 
@@ -120,12 +127,14 @@ class TestLoss:
         model = vit().double()
         pixels = torch.randn(4, 3, 8, 8).double()
         labels = torch.tensor([0, 3, 1, 1])
+
         loss = lsim.training.aligned_loss(model, pixels, labels, weights="uniform")
         loss.backward()
         actual = gradients(model)
         hidden = model(pixels, output_hidden_states=True).hidden_states
         expected = sum(CE(model.classifier(model.vit.layernorm(hidden[layer])[:, 0]), labels) for layer in (1, 2, 3)) / 3
         expected.backward()
+
         assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-10)
         same_gradients(actual, gradients(model), 1e-9)
 
@@ -144,9 +153,12 @@ class TestLoss:
         tokens[2, :3] = 0
         mask[2, :3] = 0
         labels = torch.tensor([0, 1, 2])
+
         loss = lsim.training.aligned_loss(model, tokens, labels, weights=[0.0, 0.0, 1.0], attention_mask=mask)
         expected = model(tokens, attention_mask=mask, labels=labels).loss
+
         assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-10)
+
         # Without a mask, the padding id tells which token is the last.
         loss = lsim.training.aligned_loss(model, tokens, labels, weights=[0.0, 0.0, 1.0])
         expected = model(tokens, labels=labels).loss
@@ -162,8 +174,10 @@ class TestLoss:
         labels = random_tokens(2, 10, seed=4)
         without = labels.clone()
         without[1, padding] = NO_LABEL
+
         loss = lsim.training.aligned_loss(model, tokens, labels, attention_mask=mask)
         expected = lsim.training.aligned_loss(model, tokens, without, attention_mask=mask)
+
         assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-12)
         with pytest.raises(lsim.LayersimError, match="`labels`"):
             lsim.training.aligned_loss(model, tokens, torch.where(mask == 1, NO_LABEL, labels), attention_mask=mask)
@@ -173,27 +187,34 @@ class TestLoss:
         tokens = random_tokens(2, 10)
         mask = torch.ones(2, 10, dtype=torch.long)
         mask[1, 6:] = 0
+
         loss = lsim.training.aligned_loss(model, tokens, attention_mask=mask)
         changed_tokens = tokens.clone()
         changed_tokens[1, 6:] = 7
+
         assert float(loss.detach()) == pytest.approx(
             float(lsim.training.aligned_loss(model, changed_tokens, attention_mask=mask).detach()), rel=1e-12
         )
+
         alone = [lsim.training.aligned_loss(model, part).detach() for part in (tokens[:1], tokens[1:, :6])]
         assert float(loss.detach()) == pytest.approx(float((9 * alone[0] + 5 * alone[1]) / 14), rel=1e-10)
 
     def test_the_last_layer_alone_is_the_models_own_loss(self):
         model = tiny_gpt2()
         tokens = random_tokens(3, 12)
+
         loss = lsim.training.aligned_loss(model, tokens, weights=[0, 0, 1])
+
         assert float(loss.detach()) == pytest.approx(float(model(tokens, labels=tokens).loss.detach()), rel=1e-5)
 
     def test_half_precision_is_summed_in_float32(self):
         model = tiny_llama()
         tokens = random_tokens(3, 12)
+
         wide = float(lsim.training.aligned_loss(model, tokens).detach())
         loss = lsim.training.aligned_loss(model.bfloat16(), tokens)
         loss.backward()
+
         assert loss.dtype == torch.float32
         assert float(loss.detach()) == pytest.approx(wide, rel=0.03)
         assert model.lm_head.weight.grad.dtype == torch.bfloat16
@@ -203,10 +224,13 @@ class TestLoss:
         tokens = random_tokens(2, 8)
         with torch.no_grad():
             model.lm_head.weight.mul_(1000)
+
         loss = lsim.training.aligned_loss(model, tokens)
         loss.backward()
+
         assert bool(loss.isfinite())
         assert all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
+
         expected = naive(model, tokens, next_of(tokens), layer_weights("linear", 3))
         assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-4)
 
@@ -214,6 +238,7 @@ class TestLoss:
         model = tiny_llama().train()
         before = [dict(vars(m)) for m in model.modules()]
         lsim.training.aligned_loss(model, random_tokens(2, 6)).backward()
+
         assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
         assert [set(vars(m)) for m in model.modules()] == [set(names) for names in before]
         assert model.training

@@ -20,6 +20,7 @@ class TestRun:
         tokens = random_tokens(10, 7)
         training = lsim.AlignedTraining(steps=5, lr=1e-2, warmup=2, weight_decay=0.1, clip=0.5, seed=3)
         model = tiny_llama().double()
+
         result = lsim.finetune_aligned(model, lsim.Data(tokens, batch_size=2), training)
         twin = tiny_llama().double()
         groups = [
@@ -41,8 +42,10 @@ class TestRun:
                 group["lr"] = 1e-2 * ((step + 1) / 2 if step < 2 else (5 - step) / 3)
             optimiser.step()
             curve.append(float(loss.detach()))
+
         assert result.loss.tolist() == pytest.approx(curve, rel=1e-7)
         torch.testing.assert_close(weights_of(model), weights_of(twin), rtol=1e-4, atol=1e-5)
+
         held_out = tokens[9:]
         hidden = twin(held_out, output_hidden_states=True).hidden_states
         for layer in (1, 2, 3):
@@ -70,6 +73,7 @@ class TestRun:
         model.transformer.h[1].train()
         modes = {name: part.training for name, part in model.named_modules()}
         lsim.finetune_aligned(model, lsim.Data(random_tokens(10, 6), batch_size=2), SHORT)
+
         assert {name: part.training for name, part in model.named_modules()} == modes
         assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
         assert all(p.grad is None for p in model.parameters())
@@ -77,6 +81,7 @@ class TestRun:
     def test_the_result_survives_a_file(self, tmp_path):
         result = lsim.finetune_aligned(tiny_llama(), lsim.Data(random_tokens(10, 6), batch_size=2), SHORT)
         loaded = lsim.load(result.save(tmp_path / "run.safetensors"))
+
         assert torch.equal(loaded.values, result.values)
         assert loaded.looks == result.looks
         assert loaded.provenance == result.provenance
@@ -88,7 +93,9 @@ class TestRun:
             losses.append(
                 lsim.finetune_aligned(dropping(tiny_gpt2()), lsim.Data(random_tokens(10, 6), batch_size=2), SHORT).loss
             )
+
         assert torch.equal(losses[0], losses[1])
+
         other_seed = lsim.finetune_aligned(
             dropping(tiny_gpt2()), lsim.Data(random_tokens(10, 6), batch_size=2), replace(SHORT, seed=1)
         ).loss
@@ -103,7 +110,9 @@ class TestRun:
     def test_texts_labels_and_data_that_cannot_be_parted(self):
         model = tiny_llama()
         texts = ["w3 w4 w5 w6", "w7 w8 w9"] * 4
+
         result = lsim.finetune_aligned(model, lsim.Data(texts, tokenizer=tiny_tokenizer(), batch_size=2), SHORT)
+
         assert result.provenance.options["train_rows"] == 7
         with pytest.raises(lsim.LayersimError, match=r"`data`.* 1 .*eval_data="):
             lsim.finetune_aligned(model, random_tokens(1, 6), SHORT)
@@ -114,6 +123,7 @@ class TestRun:
         tokens = random_tokens(20, 6)
         raw = lsim.finetune_aligned(tiny_llama(), tokens, SHORT)
         tokenised = lsim.finetune_aligned(tiny_llama(), lsim.Data(tokens, batch_size=8), SHORT)
+
         assert torch.equal(raw.loss, tokenised.loss)
         assert raw.provenance.options == tokenised.provenance.options
         assert raw.provenance.options["batch_size"] == 8
@@ -122,9 +132,11 @@ class TestRun:
         tokens = random_tokens(20, 6)
         labels = torch.full((20, 6), -100)
         labels[:, 2:4] = random_tokens(20, 2, seed=1)
+
         expected = lsim.finetune_aligned(tiny_llama(), lsim.Data({"input_ids": tokens, "labels": labels}), SHORT, labels="data")
         labels[:, 4:] = 3
         data = lsim.Data({"input_ids": tokens, "labels": labels}, positions=slice(2, 4))
+
         assert torch.equal(lsim.finetune_aligned(tiny_llama(), data, SHORT, labels="data").loss, expected.loss)
         with pytest.raises(lsim.LayersimError, match="`positions` is 'mean'"):
             lsim.finetune_aligned(tiny_llama(), lsim.Data(tokens, positions="mean"), SHORT)

@@ -24,7 +24,9 @@ class TestClassifiers:
             rows.append({"input_ids": row.tolist(), "label": label})
         model = bert()
         training = lsim.AlignedTraining(steps=120, lr=5e-3, schedule="always")
+
         result = lsim.finetune_aligned(model, lsim.Data(rows[:45], batch_size=15), training, eval_data=rows[45:])
+
         assert result.unit == "row"
         assert result.provenance.tokens == 15
         assert float(result.accuracy[-1].min()) > 0.9
@@ -40,7 +42,9 @@ class TestClassifiers:
         training = lsim.AlignedTraining(steps=80, lr=5e-3, schedule="always")
         data = {"pixel_values": pixels[:600], "labels": labels[:600]}
         held_out = {"pixel_values": pixels[600:], "labels": labels[600:]}
+
         result = lsim.finetune_aligned(vit(), lsim.Data(data, batch_size=16), training, eval_data=held_out)
+
         assert float(result.accuracy[-1].min()) > 0.9
 
     def test_images_without_labels_are_refused(self):
@@ -61,8 +65,10 @@ class TestClassifiers:
         config = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, vocab_size=100)
         model = BertForMaskedLM(config).eval()
         tokens = random_tokens(8, 6)
+
         with pytest.raises(lsim.LayersimError, match="masked"):
             lsim.finetune_aligned(model, tokens, SHORT)
+
         labels = torch.full_like(tokens, NO_LABEL)
         labels[:, 2] = tokens[:, 2]
         masked = tokens.clone()

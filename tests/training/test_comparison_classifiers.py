@@ -40,14 +40,18 @@ def at_position(model, blocks, tokens: torch.Tensor, position: int) -> np.ndarra
 def test_the_cosine_to_the_last_layer_of_a_bert_classifier_is_of_cls(center):
     rows, tokens = data()
     model = bert()
+
     result = lsim.evaluate_layers(model, bert(), rows, center=center)
     x = at_position(model, model.bert.encoder.layer, tokens, 0)
     # Another first token in each row, so that [CLS] differs at the embedding too.
     expected = oracles.oracle_cosine([x], center=center)
+
     np.testing.assert_allclose(result["layers"].cosine_to_last[0], expected["values"][:, -1], atol=1e-5)
     np.testing.assert_allclose(result["cosine_before"].values, expected["values"], atol=1e-5)
+
     every = lsim.analyze(model, lsim.Data(rows, positions="all"), lsim.Cosine(center=center))["cosine"]
     assert np.abs(every.values[:, -1].numpy() - expected["values"][:, -1]).max() > 0.01
+
     labels = [row["label"] for row in rows]
     collapse = oracles.oracle_neural_collapse([x], labels, 3)
     np.testing.assert_allclose(result["layers"].nc1[0], collapse["values"], rtol=1e-3)
@@ -57,7 +61,9 @@ def test_the_cosine_to_the_last_layer_of_a_bert_classifier_is_of_cls(center):
 def test_the_collapse_of_a_head_of_rows_is_that_of_its_vectors():
     case = CASES["dinov2"]
     labels = torch.tensor([0, 1, 0, 1, 0])
+
     result = lsim.evaluate_layers(case.build(), case.build(1), case.data(labels=labels))["layers"]
+
     for number in range(2):
         model = case.build(number)
         x = [torch.cat(block_outputs(model, case.paths, row)) for row in case.rows()]
@@ -78,8 +84,10 @@ def test_the_cosine_to_the_last_layer_of_a_llama_classifier_is_of_the_last_token
     config.pad_token_id = 2
     model = LlamaForSequenceClassification(config).eval()
     rows, tokens = data()
+
     result = lsim.evaluate_layers(model, model, rows, center="none")["layers"]
     x = at_position(model, model.model.layers, tokens, -1)
+
     np.testing.assert_allclose(result.cosine_to_last[0], oracles.oracle_cosine([x], center="none")["values"][:, -1], atol=1e-5)
 
 
@@ -92,8 +100,10 @@ def test_task_metrics_of_both_classifiers_are_side_by_side():
     after = bert()
     with torch.no_grad():
         after.classifier.weight.neg_()
+
     result = lsim.evaluate_layers(model, after, rows)["layers"]
     labels = [row["label"] for row in rows]
+
     for number, model_side in enumerate((model, after)):
         with torch.no_grad():
             predicted = model_side(tokens).logits.argmax(-1)
@@ -103,6 +113,7 @@ def test_task_metrics_of_both_classifiers_are_side_by_side():
         assert torch.equal(result.f1[number], alone.f1)
     assert len(result.plot("f1").data) == 2
     assert "before: macro F1 of the last layer" in result.headline()
+
     of_tokens = lsim.evaluate_layers(tiny_llama(), tiny_llama(), tokens)["layers"]
     assert bool(of_tokens.f1.isnan().all())
     assert bool(of_tokens.mcc.isnan().all())
@@ -113,6 +124,7 @@ def test_data_of_one_class_has_no_collapse_and_other_errors_are_raised(monkeypat
     rows, _ = data()
     with pytest.warns(lsim.LayersimWarning) as issued:
         result = lsim.evaluate_layers(bert(), bert(), [row | {"label": 0} for row in rows])["layers"]
+
     assert bool(result.nc1.isnan().all())
     assert sum("NC1" in str(warning.message) for warning in issued) == 2
 

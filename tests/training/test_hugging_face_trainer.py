@@ -48,7 +48,9 @@ class TestTrainer:
                 return loss
 
         arguments = self.arguments(tmp_path, gradient_accumulation_steps=2)
+
         Watched(tiny_llama().double(), arguments, train_dataset=self.rows()).train()
+
         assert [step for step, _, _ in losses] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
         for _, actual, expected in losses:
             assert actual == pytest.approx(expected, rel=1e-6)
@@ -58,9 +60,11 @@ class TestTrainer:
 
         a = tiny_llama().double()
         b = tiny_llama().double()
+
         Trainer(a, self.arguments(tmp_path), train_dataset=self.rows()).train()
         training = lsim.AlignedTraining(objective="standard")
         lsim.training.AlignedTrainer(b, self.arguments(tmp_path), train_dataset=self.rows(), aligned=training).train()
+
         torch.testing.assert_close(weights_of(a), weights_of(b), rtol=1e-4, atol=1e-5)
 
     def test_evaluation_is_the_last_layers_loss(self, tmp_path):
@@ -69,6 +73,7 @@ class TestTrainer:
         trainer = lsim.training.AlignedTrainer(model, self.arguments(tmp_path), train_dataset=rows, eval_dataset=rows)
         tokens = torch.stack([row["input_ids"] for row in rows])
         metrics = trainer.evaluate()
+
         assert metrics["eval_loss"] == pytest.approx(float(model(tokens, labels=tokens).loss.detach()), rel=1e-5)
 
     def test_heads_of_their_own_are_refused(self, tmp_path):
@@ -94,12 +99,14 @@ class TestTrainersLabels(TestTrainer):
             pass
 
         losses = []
+
         for cls in (LlamaForCausalLM, Mine):
             model = cls(tiny_llama().config)
             model.load_state_dict(tiny_llama().state_dict())
             training = lsim.AlignedTraining(objective="standard")
             trainer = lsim.training.AlignedTrainer(model, self.arguments(tmp_path), train_dataset=self.rows(), aligned=training)
             losses.append(trainer.train().training_loss)
+
         assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
     def test_a_masked_model_is_not_shifted(self, tmp_path):
@@ -117,12 +124,14 @@ class TestTrainersLabels(TestTrainer):
             {"input_ids": row, "labels": torch.where(torch.arange(7) % 3 == 1, row, NO_LABEL)} for row in random_tokens(24, 7)
         ]
         training = lsim.AlignedTraining(objective="standard")
+
         actual = (
             lsim.training.AlignedTrainer(make(), self.arguments(tmp_path), train_dataset=rows, aligned=training)
             .train()
             .training_loss
         )
         expected = Trainer(make(), self.arguments(tmp_path), train_dataset=rows).train().training_loss
+
         assert actual == pytest.approx(expected, rel=1e-5)
 
     @pytest.mark.heavy("a training")
@@ -132,12 +141,14 @@ class TestTrainersLabels(TestTrainer):
         torch.manual_seed(0)
         rows = [{"pixel_values": torch.randn(3, 8, 8), "labels": i % 4} for i in range(24)]
         training = lsim.AlignedTraining(objective="standard")
+
         actual = (
             lsim.training.AlignedTrainer(vit(), self.arguments(tmp_path), train_dataset=rows, aligned=training)
             .train()
             .training_loss
         )
         expected = Trainer(vit(), self.arguments(tmp_path), train_dataset=rows).train().training_loss
+
         assert actual == pytest.approx(expected, rel=1e-5)
 
     def test_a_further_term_in_the_loss_is_refused(self, tmp_path):
@@ -200,6 +211,7 @@ def test_the_side_of_padding_changes_no_training(make, tmp_path):
         return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
     trained = []
+
     for side in ("left", "right"):
         model = make()
         trainer = lsim.training.AlignedTrainer(
@@ -210,4 +222,5 @@ def test_the_side_of_padding_changes_no_training(make, tmp_path):
         )
         trainer.train()
         trained.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+
     assert torch.allclose(*trained, atol=1e-4)

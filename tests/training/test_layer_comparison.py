@@ -18,8 +18,10 @@ def test_every_field_is_what_the_analyzers_say():
     a = tiny_llama()
     b = tiny_llama(seed=1)
     tokens = random_tokens(12, 9)
+
     report = lsim.evaluate_layers(a, b, lsim.Data(tokens, batch_size=5), threshold=0.37, names=("old", "new"))
     result = report["layers"]
+
     assert result.models == ("old", "new")
     for number, model in enumerate((a, b)):
         alone = lsim.analyze(
@@ -54,10 +56,13 @@ def test_every_field_is_what_the_analyzers_say():
 def test_a_page_a_table_and_a_file(tmp_path):
     report = lsim.evaluate_layers(tiny_llama(), tiny_llama(seed=1), random_tokens(12, 9))
     page = report.to_html(tmp_path / "page.html").read_text()
+
     assert "before" in page
     assert "after" in page
+
     loaded = lsim.load(report.save(tmp_path / "report.safetensors"))
     assert torch.equal(loaded["layers"].values, report["layers"].values)
+
     table = report["layers"].to_frame()
     assert set(table["model"]) == {"before", "after"}
     assert len(table) == 6
@@ -68,6 +73,7 @@ def test_a_page_a_table_and_a_file(tmp_path):
 def test_what_cannot_be_compared_is_refused():
     with pytest.raises(lsim.LayersimError, match=r"`before`.* 3 .*`after`.* 2\b"):
         lsim.evaluate_layers(tiny_llama(), tiny_llama(layers=2), random_tokens(4, 6))
+
     after = with_words(tiny_llama(seed=1))
     after.tokenizer = tiny_tokenizer(50)
     with pytest.raises(lsim.LayersimError, match=r"`before`.*`after`.*tokenizer="):
@@ -81,6 +87,7 @@ def test_a_classifier_is_asked_for_its_labels():
     rows = [{"input_ids": random_tokens(1, 7, seed=i)[0].tolist(), "label": i % 3} for i in range(12)]
     result = lsim.evaluate_layers(bert(), bert(), rows)["layers"]
     hits = [bert()(torch.tensor([row["input_ids"]])).logits.argmax().item() == row["label"] for row in rows]
+
     assert float(result.accuracy[0, -1]) == pytest.approx(sum(hits) / 12)
 
 
@@ -112,12 +119,15 @@ def test_labels_beside_rows_without_tokens_are_the_default():
     with torch.no_grad():
         loss = torch.nn.functional.cross_entropy(model(x), y).item()
     rows = [{"x": a, "label": int(b)} for a, b in zip(x, y, strict=True)]
+
     for data in ({"x": x, "label": y}, rows):
         result = called(lsim.evaluate_layers, model, model, data, **paths)["layers"]
         from_data = called(lsim.evaluate_layers, model, model, data, labels="data", **paths)["layers"]
         assert result.to_frame().equals(from_data.to_frame())
+
     final = called(lsim.analyze, model, rows, lsim.LogitLens(labels="data"), **paths)["logit_lens"].cross_entropy[-1]
     assert float(final) == pytest.approx(loss, rel=1e-5)
+
     settings = lsim.AlignedTraining(steps=2, lr=1e-3)
     assert called(lsim.finetune_aligned, model, {"x": x, "label": y}, settings, batch_size=8, **paths).loss.isfinite().all()
     with pytest.raises(lsim.LayersimError, match="`labels` is 'next_token'") as error:

@@ -22,6 +22,7 @@ def test_diversity_by_hand():
     for n in (2, 3, 4):
         grams = [tuple(text[i : i + n]) for i in range(len(text) - n + 1)]
         product *= len(collections.Counter(grams)) / len(grams)
+
     assert diversity(text) == pytest.approx(product)
     assert diversity(list(range(10))) == 1.0
     assert diversity([1] * 10) == pytest.approx(1 / 9 / 8 / 7)
@@ -33,6 +34,7 @@ def test_coherence_by_hand():
     expected = (
         sum(float(x.double() @ y.double() / (x.double().norm() * y.double().norm())) for x, y in zip(a, b, strict=True)) / 4
     )
+
     assert coherence(a, b) == pytest.approx(expected)
 
 
@@ -47,12 +49,15 @@ def test_texts_are_written_from_each_layer():
     a = with_words(tiny_llama())
     b = with_words(tiny_gpt2())
     written = lsim.training.Continuations(["w3 w4", "w5 w6 w7"], new_tokens=12, embed=embed, seed=4)
+
     report = lsim.evaluate_layers(a, b, lsim.Data(TEXTS, tokenizer=tiny_tokenizer()), continuations=written)
     result = report["generation"]
+
     assert result.values.shape == (2, 3)
     assert bool(((result.values > 0) & (result.values <= 1)).all())
     assert bool((result.coherence.abs() <= 1).all())
     assert len(calls) == 2 * 3 * 2
+
     # The middle layer's words are those of a model that ends there.
     short = lsim.truncate(a, 2)
     short.tokenizer = a.tokenizer

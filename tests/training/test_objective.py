@@ -44,6 +44,7 @@ class TestObjectives:
         unit = [x[counted] / x[counted].norm(dim=-1, keepdim=True) for x in hidden]
         distance = sum(2 * l / 12 * (1 - (unit[l - 1] * unit[2]).sum(-1).mean()) for l in (1, 2))  # noqa: E741
         expected = CE(logits.flatten(0, 1), targets.flatten(), ignore_index=-100) + 0.7 * distance
+
         for step in steps:
             loss = objective(TrainingBatch(tokens, mask, targets, attended), step) / (targets != -100).sum()
             assert float(loss.detach()) == pytest.approx(float(expected), rel=1e-13)
@@ -79,6 +80,7 @@ class TestObjectives:
         training = lsim.AlignedTraining(
             objective="multi-head", schedule="always", kl=0.5, steps=2, lr=1e-2, save_to=tmp_path / "m"
         )
+
         result = lsim.finetune_aligned(model, lsim.Data(tokens, batch_size=2), training, eval_data=tokens)
         twin = tiny_llama().double()
         hidden = twin(tokens, output_hidden_states=True).hidden_states
@@ -90,11 +92,14 @@ class TestObjectives:
             w * (last.exp() * (last - z.log_softmax(-1))).sum(-1).mean()
             for z, w in zip(logits[:2], layer_weights("linear", 3), strict=False)
         )
+
         assert float(result.loss[0]) == pytest.approx(float(expected.detach()), rel=1e-7)
+
         heads = ExitHeads.load(tmp_path / "m" / "heads.safetensors")
         assert torch.equal(heads.weight, result.heads.weight)
         assert heads.bias is None
         assert not torch.equal(*heads.weight)
+
         x = model.model.norm(model(tokens, output_hidden_states=True).hidden_states[1])
         loss = CE((x @ heads.weight[0].T)[:, :-1].flatten(0, 1), right)
         assert float(result.values[-1, 0]) == pytest.approx(float(loss.detach()), rel=1e-7)
@@ -103,9 +108,11 @@ class TestObjectives:
         tokens = random_tokens(10, 7)
         a = tiny_llama().double()
         b = tiny_llama().double()
+
         lsim.finetune_aligned(a, lsim.Data(tokens, batch_size=2), lsim.AlignedTraining(objective="standard", steps=3, lr=1e-2))
         training = lsim.AlignedTraining(weights=[0, 0, 1], schedule="always", steps=3, lr=1e-2)
         lsim.finetune_aligned(b, lsim.Data(tokens, batch_size=2), training)
+
         assert torch.equal(weights_of(a), weights_of(b))
 
     @pytest.mark.light("aligned")

@@ -40,6 +40,7 @@ def test_evaluation_sums_losses_hits_and_answers_of_each_layer(norm, objective, 
                 if answer != -100:
                     p = oracles.softmax(head @ x[position])
                     expected[:, layer] += [-np.log(p[answer]), p.argmax() == answer, 1]
+
     assert expected[2].tolist() == [23, 23, 23]
     np.testing.assert_allclose(terms, expected, rtol=1e-6)
 
@@ -54,7 +55,9 @@ def test_the_divergence_has_gradients_that_can_be_asked_for():
     head = objective.head_of(1)
     weight = head.weight
     gradients_found = torch.autograd.grad(objective._divergence(last, x, head), (x, weight, last), allow_unused=True)
+
     assert gradients_found[2] is None
+
     # KL(p || q) of the last layer's p, q of this layer: its gradient by this layer's logits is q - p.
     p, q = ((z @ w.T).softmax(-1).detach() for z, w in ((last, objective.stream.unembed.linear.weight), (x, weight)))
     torch.testing.assert_close(gradients_found[0], (q - p) @ weight.detach(), rtol=1e-9, atol=1e-12)

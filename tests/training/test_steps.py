@@ -60,10 +60,12 @@ class TestResume:
         path = tmp_path / "run.safetensors"
         whole = dropping(tiny_gpt2())
         model = dropping(tiny_gpt2())
+
         expected = lsim.finetune_aligned(whole, ROWS, LONG)
         kill_when(tmp_path / "waits", started(KILLED, str(path), str(tmp_path / "waits")))
         steps = counted(monkeypatch)
         resumed = lsim.finetune_aligned(model, ROWS, LONG, checkpoint=path)
+
         assert 0 < len(steps) < 30
         assert torch.equal(resumed.loss, expected.loss)
         assert torch.equal(resumed.values, expected.values)
@@ -82,14 +84,17 @@ class TestResume:
         path = tmp_path / "run.safetensors"
         whole = tiny_llama()
         model = tiny_llama()
+
         expected = lsim.finetune_aligned(whole, ROWS, training)
         with monkeypatch.context() as patch:
             counted(patch, stop=3)
             with pytest.raises(KeyboardInterrupt) as caught:
                 lsim.finetune_aligned(model, ROWS, training, checkpoint=path)
+
         assert str(path) in caught.value.__notes__[-1]
         # Adapters are taken out again.
         assert torch.equal(weights_of(model), weights_of(tiny_llama())) == (what == "lora")
+
         steps = counted(monkeypatch)
         model = tiny_llama()
         for _ in range(2):
@@ -120,8 +125,10 @@ class TestResume:
                 cut_after(count, patch)
             with pytest.raises(Stop) as caught:
                 train(traced(), checkpoint=path)
+
         assert path.exists() == (count > 0)
         assert bool(getattr(caught.value, "__notes__", [])) == (count > 0)
+
         items = []
         plain = AdapterSteps._item
         monkeypatch.setattr(AdapterSteps, "_item", lambda self, *a: items.extend(a[2:3]) or plain(self, *a))
@@ -135,6 +142,7 @@ class TestResume:
     def test_another_run_is_refused(self, tmp_path):
         path = tmp_path / "run.safetensors"
         model = tiny_llama()
+
         lsim.finetune_aligned(model, ROWS, SHORT, checkpoint=path)
         runs = [
             (lsim.Data(random_tokens(20, 6, seed=1), batch_size=2), SHORT),
@@ -142,6 +150,7 @@ class TestResume:
             (ROWS, replace(SHORT, weights="uniform")),
             (lsim.Data(ROWS.source, batch_size=4), SHORT),
         ]
+
         for data, training in runs:
             with pytest.raises(lsim.LayersimError, match="another run"):
                 lsim.finetune_aligned(tiny_llama(), data, training, checkpoint=path)
@@ -162,7 +171,9 @@ def test_steps_are_the_optimisers_whatever_is_accumulated(monkeypatch):
     monkeypatch.setattr(
         Objective, "forward", lambda self, batch, step, run=None: steps.append(step) or plain(self, batch, step, run)
     )
+
     lsim.finetune_aligned(tiny_llama(), ROWS, lsim.AlignedTraining(steps=3, accumulation=4, lr=1e-3))
+
     assert steps == [0] * 4 + [1] * 4 + [2] * 4
 
 
@@ -171,11 +182,13 @@ def test_accumulation_is_one_larger_batch():
     rows = [random_tokens(1, n, seed=n)[0].tolist() for n in (3, 9, 4, 12, 5, 6, 3, 20, 8, 4, 6, 7)]
     data = [{"input_ids": row} for row in rows]
     runs = []
+
     for batch_size, accumulation in ((8, 1), (2, 4)):
         model = tiny_llama().double()
         training = lsim.AlignedTraining(steps=4, lr=1e-2, accumulation=accumulation)
         result = lsim.finetune_aligned(model, lsim.Data(data, batch_size=batch_size), training)
         runs.append((result.loss, weights_of(model)))
+
     torch.testing.assert_close(runs[0][0], runs[1][0], rtol=1e-9, atol=0)
     torch.testing.assert_close(runs[0][1], runs[1][1], rtol=1e-7, atol=1e-9)
 
