@@ -24,7 +24,8 @@ def _described() -> ModelDescription:
 
 def between(analyzer: Analyzer, xs: list[np.ndarray], ys: list[np.ndarray]) -> Any:
     """The result of two models whose batches are given; every sample is a row of the data."""
-    kernel, sums = analyzer.kernel(Sums()), Sums()
+    kernel = analyzer.kernel(Sums())
+    sums = Sums()
     for x, y in zip(xs, ys, strict=True):
         views = (view(z, row=torch.arange(z.shape[1])) for z in (x, y))
         sums = sums + Sums.of(reduce({"k": kernel}, *views)[1]["k"])

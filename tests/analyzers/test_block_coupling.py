@@ -43,12 +43,16 @@ def test_blocks_that_share_their_singular_vectors_are_coupled(method):
     u, v = frames(0)
     spectrum = np.geomspace(4, 0.1, 24)
     shared = [u @ np.diag(spectrum * scale) @ v.T for scale in (1.0, 0.5, 2.0)]
-    found = from_views(lsim.BlockCoupling(k=6, method=method), [linear_view(shared)])
-    assert float(found.values.abs().max()) < 1e-5
-    np.testing.assert_allclose(found.singular_values[0], spectrum[:6], rtol=1e-9)
+
+    result = from_views(lsim.BlockCoupling(k=6, method=method), [linear_view(shared)])
+
+    assert float(result.values.abs().max()) < 1e-5
+    np.testing.assert_allclose(result.singular_values[0], spectrum[:6], rtol=1e-9)
+
     # With the sign of the right vectors turned, they diagonalise each other as well; but not with positive entries.
     turned = [shared[0], -shared[1]]
     assert float(from_views(lsim.BlockCoupling(k=6, method=method), [linear_view(turned)]).values.abs().max()) < 1e-5
+
     strict = from_views(lsim.BlockCoupling(k=6, method=method, diagonal="positive"), [linear_view(turned)])
     np.testing.assert_allclose(strict.values[0, 1], 2.0, atol=1e-4)
 
@@ -57,23 +61,27 @@ def test_blocks_that_share_their_singular_vectors_are_coupled(method):
 def test_blocks_of_one_symmetric_basis_are_aligned_and_linear(method):
     u, _ = frames(0)
     spectra = [np.geomspace(4, 0.1, 24) * scale for scale in (1.0, 0.5, 2.0)]
-    found = from_views(lsim.BlockCoupling(k=6, method=method), [linear_view([u @ np.diag(s) @ u.T for s in spectra])])
+
+    result = from_views(lsim.BlockCoupling(k=6, method=method), [linear_view([u @ np.diag(s) @ u.T for s in spectra])])
+
     for name in ("left_alignment", "right_alignment", "cross_alignment"):
-        np.testing.assert_allclose(getattr(found, name), 1, atol=1e-6)
+        np.testing.assert_allclose(getattr(result, name), 1, atol=1e-6)
     # The blocks are their Jacobians, and each grows the part of its input along a singular vector by 1 + s.
-    assert float(found.path_error.max()) < 1e-9
-    assert float(found.update_error.max()) < 1e-9
-    torch.testing.assert_close(found.left_share, found.right_share, rtol=1e-4, atol=1e-6)
-    assert bool((found.right_share[1:, 0] > found.right_share[:-1, 0]).all())
+    assert float(result.path_error.max()) < 1e-9
+    assert float(result.update_error.max()) < 1e-9
+    torch.testing.assert_close(result.left_share, result.right_share, rtol=1e-4, atol=1e-6)
+    assert bool((result.right_share[1:, 0] > result.right_share[:-1, 0]).all())
 
 
 def test_spans_without_a_common_direction_are_not_aligned():
     u, v = frames(1)
     parts = [u[:, at : at + 6] @ np.diag([4.0, 3, 2, 1, 0.5, 0.2]) @ v[:, at : at + 6].T for at in (0, 6)]
-    found = from_views(lsim.BlockCoupling(k=6), [linear_view(parts)])
+
+    result = from_views(lsim.BlockCoupling(k=6), [linear_view(parts)])
+
     for name in ("left_alignment", "right_alignment"):
-        np.testing.assert_allclose(getattr(found, name), np.eye(2), atol=1e-9)
-    assert found.mean("left_alignment") < 1e-9
+        np.testing.assert_allclose(getattr(result, name), np.eye(2), atol=1e-9)
+    assert result.mean("left_alignment") < 1e-9
 
 
 @pytest.mark.heavy("a simulation")
@@ -86,17 +94,20 @@ def test_independent_blocks_are_as_the_null():
             u, v = frames(100 * seed + layer)
             matrices.append(u @ np.diag(spectrum) @ v.T)
         views.append(linear_view(matrices))
-    found = from_views(lsim.BlockCoupling(k=(5, 2)), views)
-    assert abs(found.mean("values") - found.mean("null")) < 0.02
-    assert abs(found.mean("null") - np.sqrt(1 - 1 / 5)) < 0.03
-    assert abs(float(found.null_by_k[1][0, 1]) - np.sqrt(1 - 1 / 2)) < 0.1
-    assert float(found.null.diagonal().abs().max()) == 0
+
+    result = from_views(lsim.BlockCoupling(k=(5, 2)), views)
+
+    assert abs(result.mean("values") - result.mean("null")) < 0.02
+    assert abs(result.mean("null") - np.sqrt(1 - 1 / 5)) < 0.03
+    assert abs(float(result.null_by_k[1][0, 1]) - np.sqrt(1 - 1 / 2)) < 0.1
+    assert float(result.null.diagonal().abs().max()) == 0
 
 
 def test_smaller_k_is_nested():
     tokens = random_tokens(3, 12)
     many = lsim.analyze(tiny_llama(), tokens, lsim.BlockCoupling(k=(8, 3)))["block_coupling"]
     few = lsim.analyze(tiny_llama(), tokens, lsim.BlockCoupling(k=3))["block_coupling"]
+
     assert many.ks == (8, 3)
     torch.testing.assert_close(many.by_k[1], few.values, rtol=0, atol=1e-7)
     torch.testing.assert_close(many.by_k[0], many.values, rtol=0, atol=0)
@@ -106,24 +117,32 @@ def test_smaller_k_is_nested():
 def test_without_normalisation_it_is_m():
     data = [residuals(1)[:, :9]]
     jacobians = [oracles.own_jacobian(data[0][layer], layer, 8, 8) for layer in range(3)]
-    found = from_views(lsim.BlockCoupling(k=3, normalize=False), [view(data[0])])
+
+    result = from_views(lsim.BlockCoupling(k=3, normalize=False), [view(data[0])])
     expected = oracles.miscoupling(oracles.coupling_matrix(jacobians[0], jacobians[2], 3), normalize=False)
-    assert abs(float(found.values[0, 2]) - expected) < 1e-10
-    torch.testing.assert_close(found.coupling, -found.values)
-    (u, _, vt), (other, _, _) = np.linalg.svd(jacobians[2]), np.linalg.svd(jacobians[0])
-    np.testing.assert_allclose(found.left_alignment[0, 2], oracles.alignment(other[:, :3], u[:, :3]), atol=1e-12)
-    np.testing.assert_allclose(found.cross_alignment[0, 2], oracles.alignment(other[:, :3], vt[:3].T), atol=1e-12)
+
+    assert abs(float(result.values[0, 2]) - expected) < 1e-10
+    torch.testing.assert_close(result.coupling, -result.values)
+
+    u, _, vt = np.linalg.svd(jacobians[2])
+    first_u, _, _ = np.linalg.svd(jacobians[0])
+    np.testing.assert_allclose(result.left_alignment[0, 2], oracles.alignment(first_u[:, :3], u[:, :3]), atol=1e-12)
+    np.testing.assert_allclose(result.cross_alignment[0, 2], oracles.alignment(first_u[:, :3], vt[:3].T), atol=1e-12)
 
 
 def test_positions_are_tokens_of_each_prompt():
     x = residuals(2)[:, :9]
-    found = from_views(lsim.BlockCoupling(k=3, tokens=(0, -2)), [view(x)])
+    result = from_views(lsim.BlockCoupling(k=3, tokens=(0, -2)), [view(x)])
     expected = []
     for t in (0, 7):
-        js = [oracles.own_jacobian(x[layer], layer, t, t) for layer in range(3)]
-        expected.append([[oracles.miscoupling(oracles.coupling_matrix(a, b, 3)) for b in js] for a in js])
-    np.testing.assert_allclose(found.values, np.mean(expected, 0), atol=1e-9)
-    assert (found.lengths, found.length_count.tolist()) == (("8 to 15",), [2.0])
+        jacobians = [oracles.own_jacobian(x[layer], layer, t, t) for layer in range(3)]
+        matrix = np.empty((3, 3))
+        for row, column in np.ndindex(matrix.shape):
+            matrix[row, column] = oracles.miscoupling(oracles.coupling_matrix(jacobians[row], jacobians[column], 3))
+        expected.append(matrix)
+
+    np.testing.assert_allclose(result.values, np.mean(expected, 0), atol=1e-9)
+    assert (result.lengths, result.length_count.tolist()) == (("8 to 15",), [2.0])
     with pytest.raises(lsim.LayersimError, match=r"`tokens`.* 13 "):
         lsim.analyze(tiny_llama(), random_tokens(2, 12), lsim.BlockCoupling(k=3, tokens=(12,)))
 
@@ -134,47 +153,54 @@ def test_degenerate_jacobians():
     poor = u[:, :2] @ np.diag([3.0, 3.0]) @ v[:, :2].T
     nothing = np.zeros((24, 24))
     full = u @ np.diag(np.geomspace(2, 0.2, 24)) @ v.T
+
     for method in ("dense", "krylov"):
         with pytest.warns(lsim.LayersimWarning, match=r"not defined for blocks.0.hook_resid_post, blocks.2.hook_resid_post"):
-            found = from_views(lsim.BlockCoupling(k=(5, 2), method=method), [linear_view([poor, full, nothing])])
-        np.testing.assert_allclose(found.singular_values[0], [3, 3, 0, 0, 0], atol=1e-6)
+            result = from_views(lsim.BlockCoupling(k=(5, 2), method=method), [linear_view([poor, full, nothing])])
+        np.testing.assert_allclose(result.singular_values[0], [3, 3, 0, 0, 0], atol=1e-6)
         # A basis of fewer than k directions says nothing, a Jacobian of 0 neither; both are in nobody's mean.
-        assert found.values.isnan().tolist() == [[True, False, True], [True, False, True], [True, True, True]]
-        assert found.by_k[1].isnan().tolist() == [[False, False, True], [False, False, True], [True, True, True]]
-        assert found.defined.tolist() == [[0, 1, 0], [0, 1, 0], [0, 0, 0]]
-        np.testing.assert_allclose(found.mean(), float(found.coupling[0, 1]))
-        np.testing.assert_allclose(found.by_length, [found.mean()])
+        assert result.values.isnan().tolist() == [[True, False, True], [True, False, True], [True, True, True]]
+        assert result.by_k[1].isnan().tolist() == [[False, False, True], [False, False, True], [True, True, True]]
+        assert result.defined.tolist() == [[0, 1, 0], [0, 1, 0], [0, 0, 0]]
+        np.testing.assert_allclose(result.mean(), float(result.coupling[0, 1]))
+        np.testing.assert_allclose(result.by_length, [result.mean()])
         expected = oracles.miscoupling(oracles.coupling_matrix(poor, full, 5))
-        np.testing.assert_allclose(found.values[0, 1], expected, atol=1e-5)
+        np.testing.assert_allclose(result.values[0, 1], expected, atol=1e-5)
         # Alignments need k directions of both; a block without an update has no error.
-        assert found.left_alignment.isfinite().tolist() == [[False] * 3, [False, True, False], [False] * 3]
-        assert found.update_error.isfinite().tolist() == [True, True, False]
-        assert found.right_share.isfinite().sum(1).tolist() == [2, 5, 0]
+        assert result.left_alignment.isfinite().tolist() == [[False] * 3, [False, True, False], [False] * 3]
+        assert result.update_error.isfinite().tolist() == [True, True, False]
+        assert result.right_share.isfinite().sum(1).tolist() == [2, 5, 0]
 
 
 def test_the_deviation_is_of_prompts_with_a_coupling():
-    frame, spectrum = frames(3), np.geomspace(2, 0.2, 24)
+    frame = frames(3)
+    spectrum = np.geomspace(2, 0.2, 24)
     poor = frame[0][:, :2] @ frame[1][:, :2].T
-    pairs = [[u @ np.diag(spectrum) @ v.T for u, v in (frame, frames(seed))] for seed in (4, 5)]
-    found = from_views(lsim.BlockCoupling(k=5), [linear_view(one) for one in (*pairs, [poor, pairs[0][1]])])
-    assert float(found.defined[1, 0]) == pytest.approx(2 / 3)
-    both = [oracles.miscoupling(oracles.coupling_matrix(second, first, 5)) for first, second in pairs]
-    np.testing.assert_allclose(found.std[1, 0], np.std(both), atol=1e-9)
-    assert np.std(both) > 1e-3
+    pairs = []
+    for seed in (4, 5):
+        pairs.append([u @ np.diag(spectrum) @ v.T for u, v in (frame, frames(seed))])
+
+    result = from_views(lsim.BlockCoupling(k=5), [linear_view(prompt) for prompt in (*pairs, [poor, pairs[0][1]])])
+
+    assert float(result.defined[1, 0]) == pytest.approx(2 / 3)
+
+    per_prompt = [oracles.miscoupling(oracles.coupling_matrix(second, first, 5)) for first, second in pairs]
+    np.testing.assert_allclose(result.std[1, 0], np.std(per_prompt), atol=1e-9)
+    assert np.std(per_prompt) > 1e-3
 
 
 def test_a_single_block_has_nothing_to_couple_with():
-    found = lsim.analyze(tiny_llama(layers=1), random_tokens(2, 9), lsim.BlockCoupling(k=4))["block_coupling"]
-    assert found.values.shape == (1, 1)
-    assert np.isnan(found.mean())
-    assert list(found.headline().values()) == [float(found.singular_values.max())]
-    assert len(found.by_length) == 0
+    result = lsim.analyze(tiny_llama(layers=1), random_tokens(2, 9), lsim.BlockCoupling(k=4))["block_coupling"]
+    assert result.values.shape == (1, 1)
+    assert np.isnan(result.mean())
+    assert list(result.headline().values()) == [float(result.singular_values.max())]
+    assert len(result.by_length) == 0
 
 
 def test_one_token():
-    found = lsim.analyze(tiny_llama(), random_tokens(3, 1), lsim.BlockCoupling(k=4))["block_coupling"]
-    assert found.lengths == ("1",)
-    assert float(found.whole_rows.max()) == 0
+    result = lsim.analyze(tiny_llama(), random_tokens(3, 1), lsim.BlockCoupling(k=4))["block_coupling"]
+    assert result.lengths == ("1",)
+    assert float(result.whole_rows.max()) == 0
 
 
 def test_it_runs_without_warnings():
@@ -185,8 +211,8 @@ def test_it_runs_without_warnings():
 
 def test_prompts_are_as_long_as_they_are_whichever_token_is_read():
     rows = [random_tokens(1, n, seed=n)[0] for n in (1, 3, 8)]
-    found = lsim.analyze(tiny_llama(), rows, lsim.BlockCoupling(k=4, tokens=(0,)))["block_coupling"]
-    assert (found.lengths, found.prompts) == (("1", "2 to 3", "8 to 15"), 3)
+    result = lsim.analyze(tiny_llama(), rows, lsim.BlockCoupling(k=4, tokens=(0,)))["block_coupling"]
+    assert (result.lengths, result.prompts) == (("1", "2 to 3", "8 to 15"), 3)
 
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
@@ -196,21 +222,23 @@ def test_packed_rows_are_no_prompts():
 
 
 def test_means_of_each_k():
-    found = from_views(lsim.BlockCoupling(k=(5, 3)), [view(residuals(1)[:, :9])])
-    other = ~torch.eye(3, dtype=torch.bool)
-    assert found.mean(k=3) == float((1 - found.by_k[1])[other].mean())
-    assert found.mean("null_coupling", k=5) == found.mean("null_coupling")
-    assert abs(found.mean("null_coupling") - (1 - found.mean("null"))) < 1e-12
+    result = from_views(lsim.BlockCoupling(k=(5, 3)), [view(residuals(1)[:, :9])])
+    off_diagonal = ~torch.eye(3, dtype=torch.bool)
+
+    assert result.mean(k=3) == float((1 - result.by_k[1])[off_diagonal].mean())
+    assert result.mean("null_coupling", k=5) == result.mean("null_coupling")
+    assert abs(result.mean("null_coupling") - (1 - result.mean("null"))) < 1e-12
     # The mean with the diagonal is that of the paper.
-    np.testing.assert_allclose(found.mean(k=3, diagonal=True), float((1 - found.by_k[1]).mean()))
-    np.testing.assert_allclose(found.mean(diagonal=True), found.mean() * 2 / 3 + 1 / 3, atol=1e-9)
+    np.testing.assert_allclose(result.mean(k=3, diagonal=True), float((1 - result.by_k[1]).mean()))
+    np.testing.assert_allclose(result.mean(diagonal=True), result.mean() * 2 / 3 + 1 / 3, atol=1e-9)
     with pytest.raises(lsim.LayersimError, match=r"`k` is 5; .*left_alignment"):
-        found.mean("left_alignment", k=5)
+        result.mean("left_alignment", k=5)
     with pytest.raises(lsim.LayersimError, match=r"`k` is 7; .* 5 or 3"):
-        found.mean(k=7)
+        result.mean(k=7)
+
     # A larger k adds to the draws of a smaller one.
     alone = from_views(lsim.BlockCoupling(k=3), [view(residuals(1)[:, :9])])
-    torch.testing.assert_close(found.null_by_k[1], alone.null)
+    torch.testing.assert_close(result.null_by_k[1], alone.null)
 
 
 @pytest.mark.parametrize("options", [{"k": (5, 5)}, {"k": ()}, {"k": 1}, {"tokens": (1, 1, 5)}, {"tokens": ()}])

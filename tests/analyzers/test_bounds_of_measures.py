@@ -11,7 +11,10 @@ from tl_layersim.analyzers import find_analyzers
 from tl_layersim.core.intervals import bounds_of
 from tl_layersim.core.result_declarations import below
 
-FRACTION, COSINE, POSITIVE, AT_MOST_ONE = (0, 1), (-1, 1), (0, math.inf), (-math.inf, 1)
+FRACTION = (0, 1)
+COSINE = (-1, 1)
+POSITIVE = (0, math.inf)
+AT_MOST_ONE = (-math.inf, 1)
 # Similarities of the null are those of the measure less what it takes off, and have no lower end of their own.
 NULL = {
     "observed": AT_MOST_ONE,
@@ -133,6 +136,7 @@ EXPECTED = {
 @pytest.mark.parametrize("kind", EXPECTED)
 def test_intervals_lie_in_the_range_of_the_quantity(kind):
     find_analyzers()
-    cls = {one.__name__: one for one in below(lsim.Result)}[kind]
+    cls = {subclass.__name__: subclass for subclass in below(lsim.Result)}[kind]
     free = (-math.inf, math.inf)
+
     assert {name: bounds for name, bounds in bounds_of(cls).items() if bounds != free} == EXPECTED[kind]

@@ -23,8 +23,8 @@ MEASURES = {
 
 
 def similarities(x: np.ndarray, y: np.ndarray) -> dict[str, float]:
-    one = view(np.stack([x, y]), np.arange(len(x)), rows=len(x), row=torch.arange(len(x)))
-    return {name: float(getattr(from_views(measure, [one]), field)[0, 1]) for name, (measure, field) in MEASURES.items()}
+    pair_view = view(np.stack([x, y]), np.arange(len(x)), rows=len(x), row=torch.arange(len(x)))
+    return {name: float(getattr(from_views(measure, [pair_view]), field)[0, 1]) for name, (measure, field) in MEASURES.items()}
 
 
 def unrelated() -> tuple[np.random.Generator, np.ndarray, np.ndarray]:
@@ -35,9 +35,10 @@ def unrelated() -> tuple[np.random.Generator, np.ndarray, np.ndarray]:
 def test_a_shared_dimension_of_large_variance():
     rng, x, y = unrelated()
     x[:, 0] = y[:, 0] = 50 * rng.normal(size=400)
-    found = similarities(x, y)
-    assert min(found["cka"], found["procrustes"], found["svcca"]) > 0.95
-    assert max(found["cca"], found["knn"]) < 0.4
+    result = similarities(x, y)
+
+    assert min(result["cka"], result["procrustes"], result["svcca"]) > 0.95
+    assert max(result["cca"], result["knn"]) < 0.4
 
 
 def test_different_dimensions_of_large_variance():
@@ -45,14 +46,16 @@ def test_different_dimensions_of_large_variance():
     y = x.copy()
     x[:, 1] *= 100
     y[:, 0] *= 100
-    found = similarities(x, y)
-    assert found["cca"] > 0.999
-    assert max(abs(found["cka"]), found["procrustes"]) < 0.2
+    result = similarities(x, y)
+
+    assert result["cca"] > 0.999
+    assert max(abs(result["cka"]), result["procrustes"]) < 0.2
 
 
 def test_a_few_massive_samples():
     rng, x, y = unrelated()
     x[:4] = y[:4] = 500 * rng.normal(size=(4, 8))
-    found = similarities(x, y)
-    assert min(found["cka"], found["procrustes"]) > 0.95
-    assert max(abs(found["rsa"]), found["knn"]) < 0.15
+    result = similarities(x, y)
+
+    assert min(result["cka"], result["procrustes"]) > 0.95
+    assert max(abs(result["rsa"]), result["knn"]) < 0.15

@@ -20,7 +20,8 @@ UNEQUAL = [[2, 2], [1, 3], [3, 1], [2, 1]]
 # The null leaves out the third text, without which the others have four positions in common.
 ONE_SHORT = [[2, 2], [2, 2], [1], [2, 2], [3, 2]]
 TEXTS = {"equal": EQUAL, "unequal": UNEQUAL, "one short": ONE_SHORT}
-SITES, WIDTH = 3, 5
+SITES = 3
+WIDTH = 5
 # All tokens are in one minibatch.
 ALL = 64
 # Random orders; fewer for measures that compute each of them.
@@ -33,8 +34,8 @@ def bank_of(rows: list[list[int]], seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     number = torch.tensor([text for text, lengths in enumerate(rows) for _ in range(sum(lengths))])
     effect = torch.randn(len(rows), SITES, WIDTH, generator=generator, dtype=torch.float64)[number]
-    own = torch.randn(len(number), SITES, WIDTH, generator=generator, dtype=torch.float64)
-    return 2 + effect + own + own[:, :1]
+    sample_noise = torch.randn(len(number), SITES, WIDTH, generator=generator, dtype=torch.float64)
+    return 2 + effect + sample_noise + sample_noise[:, :1]
 
 
 def rsa(x: np.ndarray, y: np.ndarray, text: np.ndarray) -> float:
@@ -54,11 +55,11 @@ def alignment(x: np.ndarray, y: np.ndarray, text: np.ndarray) -> float:
 
 
 MEASURES = {
-    "CKA": (lambda **more: lsim.CKA(minibatch=ALL, **more), oracles.cka_by_tuples),
-    "RSA": (lambda **more: lsim.RSA(minibatch=ALL, **more), rsa),
-    "MutualKNN": (lambda **more: lsim.MutualKNN(k=2, minibatch=ALL, **more), mutual_knn),
-    "Procrustes": (lambda **more: lsim.Procrustes(**more), procrustes),
-    "Similarity": (lambda **more: lsim.Similarity(oracles.kernel_alignment, minibatch=ALL, **more), alignment),
+    "CKA": (lambda **options: lsim.CKA(minibatch=ALL, **options), oracles.cka_by_tuples),
+    "RSA": (lambda **options: lsim.RSA(minibatch=ALL, **options), rsa),
+    "MutualKNN": (lambda **options: lsim.MutualKNN(k=2, minibatch=ALL, **options), mutual_knn),
+    "Procrustes": (lambda **options: lsim.Procrustes(**options), procrustes),
+    "Similarity": (lambda **options: lsim.Similarity(oracles.kernel_alignment, minibatch=ALL, **options), alignment),
 }
 warned = pytest.mark.filterwarnings("ignore")
 
@@ -69,11 +70,14 @@ def test_the_formula_of_the_docs_is_the_mean_over_tuples_of_distinct_texts(centr
     generator = np.random.default_rng(0)
     x, y = (3 + generator.normal(size=(len(text), WIDTH)) for _ in range(2))
     if centred:
-        x, y = x - x.mean(0), y - y.mean(0)
+        x = x - x.mean(0)
+        y = y - y.mean(0)
     k, m = (z @ z.T * (text[:, None] != text) for z in (x, y))
     member = (text[:, None] == np.arange(5)).astype(float)
-    one, ones = np.ones(len(text)), np.ones(5)
-    r, s = member.T @ k @ member, member.T @ m @ member
+    text_ones = np.ones(len(text))
+    group_ones = np.ones(5)
+    r = member.T @ k @ member
+    s = member.T @ m @ member
     counts = member.sum(0)
     total = counts.sum()
     pairs = sum(a * (total - a) for a in counts)
@@ -86,11 +90,18 @@ def test_the_formula_of_the_docs_is_the_mean_over_tuples_of_distinct_texts(centr
         if len({a, b, c}) == 3
     )
     formula = (
-        one @ (k * m) @ one / pairs
-        + ((ones @ r @ ones) * (ones @ s @ ones) - 4 * (r @ ones) @ (s @ ones) + 2 * np.trace(r @ s)) / quadruples
-        - 2 * ((k @ one) @ (m @ one) - one @ ((k @ member) * (m @ member)) @ ones) / triples
+        text_ones @ (k * m) @ text_ones / pairs
+        + (
+            (group_ones @ r @ group_ones) * (group_ones @ s @ group_ones)
+            - 4 * (r @ group_ones) @ (s @ group_ones)
+            + 2 * np.trace(r @ s)
+        )
+        / quadruples
+        - 2 * ((k @ text_ones) @ (m @ text_ones) - text_ones @ ((k @ member) * (m @ member)) @ group_ones) / triples
     )
+
     assert formula == pytest.approx(oracles.hsic_by_tuples(x @ x.T, y @ y.T, text), rel=1e-10)
+
     # Without pairs of one text, HSIC of the centred samples is that of Song et al.
     alone = np.arange(len(text))
     assert oracles.hsic_by_tuples(x @ x.T, y @ y.T, alone) == pytest.approx(oracles.hsic_1(x @ x.T, y @ y.T), rel=1e-10)
@@ -106,12 +117,14 @@ def test_cka_is_the_ratio_of_means_over_tuples_of_distinct_texts(kind, estimator
         # All rows of a text but its last have equal lengths.
         rows = [[2] * (sum(text) // 2) + [1] * (sum(text) % 2) for text in rows]
     bank = bank_of(rows)
-    found = lsim.analyze(opened(bank), data_of_rows(rows, how), lsim.CKA(estimator=estimator, minibatch=ALL))["cka"]
-    text = np.repeat(np.arange(len(rows)), [sum(own) for own in rows])
+
+    result = lsim.analyze(opened(bank), data_of_rows(rows, how), lsim.CKA(estimator=estimator, minibatch=ALL))["cka"]
+    text = np.repeat(np.arange(len(rows)), [sum(row_mask) for row_mask in rows])
     sites = bank.numpy().transpose(1, 0, 2)
+
     for first, second in ((0, 1), (1, 2)):
         expected = oracles.cka_by_tuples(sites[first], sites[second], text)
-        assert float(found.values[first, second]) == pytest.approx(expected, rel=1e-9)
+        assert float(result.values[first, second]) == pytest.approx(expected, rel=1e-9)
 
 
 @warned
@@ -124,17 +137,22 @@ def test_the_null_is_that_of_all_orders_of_the_texts(name, kind):
     rows = TEXTS[kind]
     bank = bank_of(rows, seed=2)
     permutations = PERMUTATIONS.get(name, MOST_PERMUTATIONS)
-    found = lsim.analyze(opened(bank), data_of_rows(rows, "groups"), make(permutations=permutations))
-    [result] = found.values()
+
+    report = lsim.analyze(opened(bank), data_of_rows(rows, "groups"), make(permutations=permutations))
+    [result] = report.values()
     x, _, y = bank.numpy().transpose(1, 0, 2)
     grid = oracles.positions_in_common([text for text in rows if len(text) > 1])
     if kind == "one short":
         # The samples of the third text lie between those of the second and the fourth.
-        grid = [[sample + (number > 1) for sample in own] for number, own in enumerate(grid)]
+        first, second, *later = grid
+        grid = [first, second, *([sample + 1 for sample in text] for text in later)]
     observed, values = oracles.exchanged_values(measure, x, y, grid)
+
     assert float(result.observed[0, 2]) == pytest.approx(observed, abs=1e-9)
+
     error = values.std() / math.sqrt(permutations)
     assert float(result.null_mean[0, 2]) == pytest.approx(values.mean(), abs=5 * error + 1e-9)
+
     p = oracles.p_value(observed, values)
     error = math.sqrt(p * (1 - p) / permutations) + 1 / permutations
     assert float(result.p_values[0, 2]) == pytest.approx(p, abs=5 * error)

@@ -22,32 +22,36 @@ from ..running.options import called
 
 def test_the_headline_of_a_trajectory():
     x = residuals(0, layers=5)
-    found = from_views(lsim.Trajectory(), [view(x)]).headline()
+    headline = from_views(lsim.Trajectory(), [view(x)]).headline()
     expected = oracles.oracle_trajectory([x])
     norm = np.linalg.norm(x, axis=-1).mean(1)
     growth = np.diff(np.log(np.linalg.norm(x, axis=-1)), axis=0)
     median = np.quantile(growth.var(0) / growth.mean(0) ** 2, 0.5, method="inverted_cdf")
-    assert len(found) == 4
-    assert found["line-shape score (1: a straight line)"] == pytest.approx(float(expected["lss_mean"]))
-    assert found["expodistance, median (0: exponential growth)"] == pytest.approx(median, rel=0.024)
-    assert found["equidistance (0: equal steps)"] == pytest.approx(float(expected["equidistance_mean"]))
-    assert found["norm at the last layer over norm of the embedding"] == pytest.approx(norm[-1] / norm[0])
+
+    assert len(headline) == 4
+    assert headline["line-shape score (1: a straight line)"] == pytest.approx(float(expected["lss_mean"]))
+    assert headline["expodistance, median (0: exponential growth)"] == pytest.approx(median, rel=0.024)
+    assert headline["equidistance (0: equal steps)"] == pytest.approx(float(expected["equidistance_mean"]))
+    assert headline["norm at the last layer over norm of the embedding"] == pytest.approx(norm[-1] / norm[0])
 
 
 def test_the_headline_of_cka():
     x = [residuals(i, layers=6, tokens=200) for i in range(2)]
     result = from_views(lsim.CKA(minibatch=200), [samples(b) for b in x])
-    found = result.headline()
+    headline = result.headline()
     expected = oracles.oracle_cka([b - b.mean(1, keepdims=True) for b in x])
-    assert found["CKA(embedding, last)"] == pytest.approx(expected["values"][0, 5])
-    assert found["CKA(middle layer, last)"] == pytest.approx(expected["values"][3, 5])
-    assert found["CKA(last but one, last)"] == pytest.approx(expected["values"][4, 5])
+
+    assert headline["CKA(embedding, last)"] == pytest.approx(expected["values"][0, 5])
+    assert headline["CKA(middle layer, last)"] == pytest.approx(expected["values"][3, 5])
+    assert headline["CKA(last but one, last)"] == pytest.approx(expected["values"][4, 5])
+
     least = min(expected["effective_samples"]) / 400
-    assert found["smallest effective fraction of samples"] == pytest.approx(least)
+    assert headline["smallest effective fraction of samples"] == pytest.approx(least)
 
 
 def exit_result(agreement: list[float], thresholds: tuple[float, ...]) -> ExitCurveResult:
-    run, count = layer_run(4), len(thresholds)
+    run = layer_run(4)
+    count = len(thresholds)
     return ExitCurveResult(
         values=torch.ones(count, 3, dtype=torch.float64),
         accuracy=torch.arange(count, dtype=torch.float64) / 10,
@@ -68,9 +72,9 @@ def exit_result(agreement: list[float], thresholds: tuple[float, ...]) -> ExitCu
 
 
 def test_the_headline_of_an_exit_curve():
-    found = exit_result([0.5, 0.96, 0.94, 0.95, 1.0], (0.0, 0.5, 0.9, 0.99, 1.0)).headline()
+    headline = exit_result([0.5, 0.96, 0.94, 0.95, 1.0], (0.0, 0.5, 0.9, 0.99, 1.0)).headline()
     # 0.5 is a lucky one below a bad one.
-    assert found == {
+    assert headline == {
         "threshold with 95 % agreement": 0.99,
         "its agreement on held-out rows": 0.95,
         "its speed-up in blocks": 1.5,
@@ -80,8 +84,8 @@ def test_the_headline_of_an_exit_curve():
 
 
 def test_the_headline_of_an_exit_curve_that_does_not_end_in_agreement():
-    found = exit_result([0.5, 0.96, 0.97, 0.9], (0.0, 0.5, 0.7, 0.9)).headline()
-    assert found == {"agreement at threshold 0.9": 0.9}
+    headline = exit_result([0.5, 0.96, 0.97, 0.9], (0.0, 0.5, 0.7, 0.9)).headline()
+    assert headline == {"agreement at threshold 0.9": 0.9}
     assert exit_result([0.5, 0.94], (0.0, 0.5)).headline() == {"agreement at threshold 0.5": 0.94}
 
 
@@ -97,8 +101,10 @@ def test_headlines_speak_of_layers_only_where_sites_are_layers(at):
         lsim.NeuralCollapse(labels=torch.arange(12) % 2),
     ]
     model = tiny_llama()
+
     report = called(lsim.analyze, model, random_tokens(12, 6), analyzers, **options)
     probed = called(lsim.linear_probe, model, random_tokens(12, 6), lsim.LinearProbe(labels=torch.arange(12) % 2), **options)
+
     for result in [*report.values(), probed]:
         words = " ".join(result.headline())
         assert result.in_depth_order == (at == "resid_mid")
@@ -112,10 +118,11 @@ def test_headlines_speak_of_layers_only_where_sites_are_layers(at):
 @pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_the_headline_of_the_logit_lens_is_of_the_last_block_and_the_middle_one():
     x = residuals(0, layers=6, tokens=60)
-    found = from_views(lsim.LogitLens(), [view(x)])
+    result = from_views(lsim.LogitLens(), [view(x)])
     expected = oracles.oracle_logit_lens([x])
+
     # Blocks 0 to 4: the middle one is block 2.
-    assert found.headline() == pytest.approx(
+    assert result.headline() == pytest.approx(
         {
             "accuracy of the last layer": expected["accuracy"][4],
             "accuracy after block 2": expected["accuracy"][2],
@@ -129,25 +136,29 @@ def test_the_headline_of_the_logit_lens_is_of_the_last_block_and_the_middle_one(
 @pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_the_headline_of_saturation_is_the_mean_block_of_tokens():
     x = residuals(1, layers=6, tokens=300)
-    found = from_views(lsim.Saturation(), [view(x)])
+    result = from_views(lsim.Saturation(), [view(x)])
     expected = oracles.oracle_saturation([x])
     counts = expected["values"]
     mean = sum(block * count for block, count in enumerate(counts)) / 300
+
     assert 0 < mean < 4
-    said = found.headline()
-    assert said["saturated before the last block (fraction)"] == pytest.approx(1 - counts[-1] / 300)
-    assert said["mean saturation block"] == pytest.approx(mean)
+
+    headline = result.headline()
+    assert headline["saturated before the last block (fraction)"] == pytest.approx(1 - counts[-1] / 300)
+    assert headline["mean saturation block"] == pytest.approx(mean)
+
     correlation = float(expected["correlation"])
     assert not math.isnan(correlation)
-    assert said["correlation with the cosine to the last layer"] == pytest.approx(correlation)
+    assert headline["correlation with the cosine to the last layer"] == pytest.approx(correlation)
 
 
 def test_without_early_events_there_is_no_correlation_to_speak_of():
     # Every layer says something else than the last.
     x = np.stack([np.tile(oracles.HEAD[word], (20, 1)) for word in (0, 1, 2, 3)]) + 0.0
-    found = from_views(lsim.Saturation(), [view(x)])
-    assert found.counts.tolist() == [0, 0, 20]
-    assert list(found.headline().values()) == [0, 2]
+    result = from_views(lsim.Saturation(), [view(x)])
+
+    assert result.counts.tolist() == [0, 0, 20]
+    assert list(result.headline().values()) == [0, 2]
 
 
 def measured(normalize: bool = True) -> BlockCouplingResult:
@@ -161,50 +172,62 @@ def over_pairs(matrix: np.ndarray, which: Callable[[int, int], bool]) -> float:
 
 @pytest.mark.parametrize("normalize", [True, False])
 def test_the_headline_is_of_pairs_of_different_blocks(normalize):
-    found = measured(normalize)
-    own = 1.0 if normalize else 0.0
-    values, null = own - found.values.numpy(), own - found.null.numpy()
+    result = measured(normalize)
+    offset = 1.0 if normalize else 0.0
+    values = offset - result.values.numpy()
+    null = offset - result.null.numpy()
     expected = [
         over_pairs(values, lambda a, b: a != b),
         over_pairs(null, lambda a, b: a != b),
         over_pairs(values, lambda a, b: abs(a - b) == 1),
     ]
-    said = found.headline()
-    assert list(said.values()) == pytest.approx(expected, rel=1e-12)
-    assert next(iter(said)).startswith(("coupling" if normalize else "-m") + ", k = 3")
-    np.testing.assert_allclose(found.coupling, values, rtol=1e-12)
-    np.testing.assert_allclose(found.null_coupling, null, rtol=1e-12)
+    headline = result.headline()
+
+    assert list(headline.values()) == pytest.approx(expected, rel=1e-12)
+    assert next(iter(headline)).startswith(("coupling" if normalize else "-m") + ", k = 3")
+    np.testing.assert_allclose(result.coupling, values, rtol=1e-12)
+    np.testing.assert_allclose(result.null_coupling, null, rtol=1e-12)
 
 
 @pytest.mark.parametrize("normalize", [True, False])
 def test_the_means_of_a_table_are_in_the_order_of_their_labels(normalize):
-    found = measured(normalize)
-    means = dict(zip(found.pair_kinds, found.mean_coupling.tolist(), strict=True))
-    expected = {"all pairs": found.mean(), "neighbours": found.neighbours(), "random vectors": found.mean("null_coupling")}
+    result = measured(normalize)
+    means = dict(zip(result.pair_kinds, result.mean_coupling.tolist(), strict=True))
+    expected = {"all pairs": result.mean(), "neighbours": result.neighbours(), "random vectors": result.mean("null_coupling")}
+
     assert means == pytest.approx(expected, rel=1e-12)
     assert len(set(means.values())) == 3
 
 
 @pytest.mark.parametrize("normalize", [True, False])
 def test_means_of_each_k(normalize):
-    found = measured(normalize)
-    own = 1.0 if normalize else 0.0
+    result = measured(normalize)
+    offset = 1.0 if normalize else 0.0
+
     for number, k in enumerate((3, 2)):
-        values, null = found.by_k[number].numpy(), found.null_by_k[number].numpy()
-        for field, matrix in {"values": values, "null": null, "coupling": own - values, "null_coupling": own - null}.items():
-            assert found.mean(field, k) == pytest.approx(over_pairs(matrix, lambda a, b: a != b), rel=1e-12)
-    assert found.mean("std") == pytest.approx(over_pairs(found.std.numpy(), lambda a, b: a != b))
+        values = result.by_k[number].numpy()
+        null = result.null_by_k[number].numpy()
+        for field, matrix in {
+            "values": values,
+            "null": null,
+            "coupling": offset - values,
+            "null_coupling": offset - null,
+        }.items():
+            assert result.mean(field, k) == pytest.approx(over_pairs(matrix, lambda a, b: a != b), rel=1e-12)
+    assert result.mean("std") == pytest.approx(over_pairs(result.std.numpy(), lambda a, b: a != b))
     for field, k in (("coupling", 4), ("std", 3), ("defined", 2)):
         with pytest.raises(lsim.LayersimError, match=f"`k`.*{field!r}"):
-            found.mean(field, k)
+            result.mean(field, k)
 
 
 def test_the_mean_over_lengths_is_the_mean_over_prompts():
     """One prompt of 9 tokens and one of 5: octaves 8 to 15 and 4 to 7."""
     views = [view(residuals(0, layers=5, tokens=9)), view(residuals(1, layers=5, tokens=5))]
-    found = from_views(lsim.BlockCoupling(k=3), views)
-    assert found.lengths == ("4 to 7", "8 to 15")
-    assert found.length_count.tolist() == [1, 1]
-    alone = [from_views(lsim.BlockCoupling(k=3), [one]).mean() for one in reversed(views)]
-    np.testing.assert_allclose(found.by_length, alone, rtol=1e-12)
-    assert found.measured_on("by_length").startswith("1, 1 ")
+    result = from_views(lsim.BlockCoupling(k=3), views)
+
+    assert result.lengths == ("4 to 7", "8 to 15")
+    assert result.length_count.tolist() == [1, 1]
+
+    alone = [from_views(lsim.BlockCoupling(k=3), [prompt]).mean() for prompt in reversed(views)]
+    np.testing.assert_allclose(result.by_length, alone, rtol=1e-12)
+    assert result.measured_on("by_length").startswith("1, 1 ")

@@ -43,41 +43,45 @@ def test_every_layer_is_read_by_its_own_head(name, norm):
     for heads in (random_heads(norm=norm), ExitHeads(near, 0.1 * random_heads().bias, norm=norm)):
         expected = getattr(oracles, f"oracle_{name}")(data, norm=norm == "final", heads=pairs(heads))
         analyzer = ANALYZERS[name](norm=norm, heads=heads)
-        found = from_views(analyzer, [view_for(analyzer, x) for x in data])
+        result = from_views(analyzer, [view_for(analyzer, x) for x in data])
         for field, value in expected.items():
-            np.testing.assert_allclose(getattr(found, field).numpy(), value, rtol=1e-9, atol=1e-9, err_msg=field)
+            np.testing.assert_allclose(getattr(result, field).numpy(), value, rtol=1e-9, atol=1e-9, err_msg=field)
 
 
 @pytest.mark.parametrize("memory", [0.01, 0.05, 128])
 def test_memory_for_logits_changes_no_number(memory):
-    heads, one = random_heads(), view(residuals(tokens=40))
+    heads = random_heads()
+    sample_view = view(residuals(tokens=40))
     for cls in (lsim.LogitLens, lsim.Saturation):
-        found = from_views(cls(heads=heads, lens_memory_mb=memory), [replace(one, memo={})])
-        assert worst(found, from_views(cls(heads=heads), [replace(one, memo={})])) < 1e-9
+        result = from_views(cls(heads=heads, lens_memory_mb=memory), [replace(sample_view, memo={})])
+        assert worst(result, from_views(cls(heads=heads), [replace(sample_view, memo={})])) < 1e-9
 
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_lenses_of_one_run_do_not_take_the_logits_of_other_heads():
     """In one run logits are shared, by analyzers with the same heads alone."""
     data = residuals(tokens=25)
-    first, second = random_heads(seed=1), random_heads(seed=2)
-    one = view(data)
+    first = random_heads(seed=1)
+    second = random_heads(seed=2)
+    sample_view = view(data)
     from tl_layersim.activations.view import reduce
 
     for heads in (first, None, second, first):
         analyzer = lsim.Saturation(heads=heads)
         kernels = {"lens": lsim.LogitLens(heads=heads).kernel({}), "saturation": analyzer.kernel({})}
-        counts = reduce(kernels, one)[1]["saturation"]["counts"]
-        own = None if heads is None else pairs(heads)
-        assert counts.tolist() == oracles.oracle_saturation([data], heads=own)["values"].tolist()
+        counts = reduce(kernels, sample_view)[1]["saturation"]["counts"]
+        head_pairs = None if heads is None else pairs(heads)
+        assert counts.tolist() == oracles.oracle_saturation([data], heads=head_pairs)["values"].tolist()
 
 
 def test_ties_go_to_the_lowest_id():
     """All logits of a layer's head are equal: every layer below the last says id 0."""
     data = residuals(tokens=9)
     heads = ExitHeads(torch.zeros(2, oracles.WORDS, 8, dtype=torch.float64))
+
     lens = from_views(lsim.LogitLens(heads=heads), [view(data)])
-    zero = [one == 0 for one in oracles.next_of([data]) if one is not None]
+    zero = [target == 0 for target in oracles.next_of([data]) if target is not None]
+
     assert lens.accuracy[:-1].tolist() == [sum(zero) / len(zero)] * 2
     np.testing.assert_allclose(lens.entropy[:-1].numpy(), np.log(oracles.WORDS), rtol=1e-12)
 
@@ -86,11 +90,15 @@ def test_ties_go_to_the_lowest_id():
 def test_padding_does_not_matter(name):
     heads = random_heads(2, 100, 32, dtype=torch.float32)
     rows = [random_tokens(1, length, seed=length)[0] for length in (9, 4, 6)]
-    tokens, mask = torch.full((3, 12), 5), torch.zeros(3, 12, dtype=torch.int64)
+    tokens = torch.full((3, 12), 5)
+    mask = torch.zeros(3, 12, dtype=torch.int64)
     for i, row in enumerate(rows):
-        tokens[i, 12 - len(row) :], mask[i, 12 - len(row) :] = row, 1
+        tokens[i, 12 - len(row) :] = row
+        mask[i, 12 - len(row) :] = 1
     analyzer = ANALYZERS[name](heads=heads)
+
     plain = lsim.analyze(tiny_llama(), rows, analyzer)[name]
+
     assert worst(plain, lsim.analyze(tiny_llama(), {"input_ids": tokens, "attention_mask": mask}, analyzer)[name]) == 0
 
 
@@ -98,42 +106,49 @@ def test_padding_does_not_matter(name):
 def test_heads_in_half_precision_and_of_another_dtype_than_the_model():
     tokens = random_tokens(4, 12)
     wide = random_heads(2, 100, 32, dtype=torch.float32)
+
     expected = lsim.analyze(tiny_llama(), tokens, lsim.LogitLens(heads=wide))["logit_lens"]
+
     for model, heads in (
         (tiny_llama(), wide.to(torch.bfloat16)),
         (tiny_llama(dtype=torch.bfloat16), wide),
         (tiny_llama(dtype=torch.bfloat16), wide.to(torch.bfloat16)),
     ):
-        found = lsim.analyze(model, tokens, [lsim.LogitLens(heads=heads), lsim.Saturation(heads=heads)])
-        np.testing.assert_allclose(found["logit_lens"].values, expected.values, rtol=0.05)
+        report = lsim.analyze(model, tokens, [lsim.LogitLens(heads=heads), lsim.Saturation(heads=heads)])
+        np.testing.assert_allclose(report["logit_lens"].values, expected.values, rtol=0.05)
         alone = lsim.analyze(model, tokens, lsim.Saturation(heads=heads))["saturation"]
-        assert torch.equal(alone.counts, found["saturation"].counts)
+        assert torch.equal(alone.counts, report["saturation"].counts)
 
 
 def test_scale_and_soft_cap_apply_to_own_heads():
-    data, heads = residuals(tokens=9), random_heads()
+    data = residuals(tokens=9)
+    heads = random_heads()
     head = own_head()
     capped = Unembed(head.norm, head.parts, "every", 0.5, 3.0, torch.float64, None, head.linear)
-    found = from_views(lsim.LogitLens(heads=heads), [view(data, unembed=capped)])
+
+    result = from_views(lsim.LogitLens(heads=heads), [view(data, unembed=capped)])
     x = oracles.common.layer_norm(np.asarray(data))
     targets = oracles.next_of([data])
+
     for layer, (weight, bias) in enumerate(pairs(heads)):
         logits = 3 * np.tanh(0.5 * (x[layer + 1] @ weight.T + bias) / 3)
         losses = [-np.log(oracles.softmax(z)[y]) for z, y in zip(logits, targets, strict=True) if y is not None]
-        assert float(found.values[layer]) == pytest.approx(np.mean(losses), rel=1e-9)
+        assert float(result.values[layer]) == pytest.approx(np.mean(losses), rel=1e-9)
 
 
 def test_the_result_says_which_heads_read_it():
     heads = random_heads(2, 100, 32, dtype=torch.float32, norm="none")
-    found = lsim.analyze(tiny_llama(), random_tokens(2, 8), lsim.LogitLens(norm="none", heads=heads))["logit_lens"]
-    assert found.unembedding == "heads[layer](x)"
-    assert found.provenance.options["heads"] == str(heads)
+    result = lsim.analyze(tiny_llama(), random_tokens(2, 8), lsim.LogitLens(norm="none", heads=heads))["logit_lens"]
+
+    assert result.unembedding == "heads[layer](x)"
+    assert result.provenance.options["heads"] == str(heads)
     assert heads.digest[:12] in str(heads)
 
 
 @each_lens
 def test_heads_of_another_model_are_refused(name):
-    cls, tokens = ANALYZERS[name], random_tokens(2, 8)
+    cls = ANALYZERS[name]
+    tokens = random_tokens(2, 8)
     for heads, says in (
         (random_heads(3, 100, 32), r"`heads`.* 3 .* 2\b"),
         (random_heads(2, 100, 16), r"`heads`.*\(2, 100, 16\)"),
@@ -163,7 +178,9 @@ def test_a_file_stands_for_the_heads(tmp_path):
     heads = random_heads(2, 100, 32, dtype=torch.float32)
     path = heads.save(tmp_path / "heads.safetensors")
     tokens = random_tokens(2, 8)
+
     by_file = lsim.analyze(tiny_llama(), tokens, lsim.LogitLens(heads=str(path)))["logit_lens"]
+
     assert worst(by_file, lsim.analyze(tiny_llama(), tokens, lsim.LogitLens(heads=heads))["logit_lens"]) == 0
     assert by_file.provenance.options["heads"] == str(heads)
     with pytest.raises(FileNotFoundError, match=r"nothing.safetensors"):
@@ -171,11 +188,14 @@ def test_a_file_stands_for_the_heads(tmp_path):
 
 
 def test_a_checkpoint_of_other_heads_is_refused(tmp_path):
-    tokens, path = random_tokens(4, 8), tmp_path / "run.safetensors"
+    tokens = random_tokens(4, 8)
+    path = tmp_path / "run.safetensors"
     heads = random_heads(2, 100, 32, dtype=torch.float32)
+
     first = lsim.analyze(tiny_llama(), tokens, lsim.LogitLens(heads=heads), checkpoint=path)["logit_lens"]
-    again = lsim.analyze(tiny_llama(), tokens, lsim.LogitLens(heads=heads), checkpoint=path)["logit_lens"]
-    assert worst(first, again) == 0
+    result = lsim.analyze(tiny_llama(), tokens, lsim.LogitLens(heads=heads), checkpoint=path)["logit_lens"]
+
+    assert worst(first, result) == 0
     with pytest.raises(lsim.LayersimError, match="checkpoint"):
         lsim.analyze(
             tiny_llama(), tokens, lsim.LogitLens(heads=random_heads(2, 100, 32, seed=1, dtype=torch.float32)), checkpoint=path
@@ -183,17 +203,26 @@ def test_a_checkpoint_of_other_heads_is_refused(tmp_path):
 
 
 def test_attach_reads_each_layer_by_its_own_head():
-    model, tokens, heads = tiny_llama(), random_tokens(3, 9), random_heads(2, 100, 32, dtype=torch.float32)
+    model = tiny_llama()
+    tokens = random_tokens(3, 9)
+    heads = random_heads(2, 100, 32, dtype=torch.float32)
+
     with lsim.attach(model, lsim.LogitLens(heads=heads)) as probe:
         model(tokens)
     expected = lsim.analyze(model, lsim.Data(tokens, prepend_bos=False), lsim.LogitLens(heads=heads))["logit_lens"]
+
     assert worst(probe.results()["logit_lens"], expected) < 1e-9
 
 
 def test_models_of_nnsight_read_the_same():
     from ..training.helpers import traced
 
-    tokens, heads = random_tokens(3, 9), random_heads(2, 100, 32, dtype=torch.float32)
+    tokens = random_tokens(3, 9)
+    heads = random_heads(2, 100, 32, dtype=torch.float32)
     analyzers = [lsim.LogitLens(heads=heads), lsim.Saturation(heads=heads)]
-    plain, found = (lsim.analyze(model, lsim.Data(tokens, prepend_bos=False), analyzers) for model in (tiny_llama(), traced()))
-    assert max(worst(plain[name], found[name]) for name in plain) < 1e-6
+
+    plain, traced_report = (
+        lsim.analyze(model, lsim.Data(tokens, prepend_bos=False), analyzers) for model in (tiny_llama(), traced())
+    )
+
+    assert max(worst(plain[name], traced_report[name]) for name in plain) < 1e-6

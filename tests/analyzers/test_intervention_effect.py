@@ -25,18 +25,18 @@ DATA = lsim.Data({"input_ids": TOKENS, "attention_mask": MASK}, batch_size=2, sk
 COUNTED = MASK.bool() & (MASK.cumsum(1) > 1)
 
 
-def read(model) -> tuple[np.ndarray, list[np.ndarray]]:
+def residuals_and_logits(model) -> tuple[np.ndarray, list[np.ndarray]]:
     """Residuals `layer token d_model` and lens logits, block by block `token vocabulary`, of a Hugging Face Llama."""
-    found: list[torch.Tensor] = []
-    hooks = [model.model.layers[0].register_forward_pre_hook(lambda _, args: found.append(args[0]))]
-    hooks += [layer.register_forward_hook(lambda _module, _args, output: found.append(output)) for layer in model.model.layers]
+    hidden: list[torch.Tensor] = []
+    hooks = [model.model.layers[0].register_forward_pre_hook(lambda _, args: hidden.append(args[0]))]
+    hooks += [layer.register_forward_hook(lambda _module, _args, output: hidden.append(output)) for layer in model.model.layers]
     with torch.no_grad():
         model(input_ids=TOKENS, attention_mask=MASK, position_ids=(MASK.cumsum(1) - 1).clamp(min=0), use_cache=False)
-        x = torch.stack([one[COUNTED] for one in found])
-        logits = [model.lm_head(model.model.norm(one)) for one in x[1:]]
+        x = torch.stack([captured[COUNTED] for captured in hidden])
+        logits = [model.lm_head(model.model.norm(residual)) for residual in x[1:]]
     for hook in hooks:
         hook.remove()
-    return x.double().numpy(), [one.double().numpy() for one in logits]
+    return x.double().numpy(), [logit.double().numpy() for logit in logits]
 
 
 def edited_in_nnsight(model, scale=0.0):
@@ -49,9 +49,12 @@ def edited_in_nnsight(model, scale=0.0):
 def test_it_equals_an_oracle_of_plain_hooks():
     clean = tiny_llama()
     edited = without_mlp(clean)
-    (x, z), (y, w) = read(clean), read(edited)
+    x, z = residuals_and_logits(clean)
+    y, w = residuals_and_logits(edited)
     expected = oracles.effect(x, y, z, w)
+
     result = lsim.compare(clean, edited, DATA, lsim.InterventionEffect())
+
     assert result.positions == result.provenance.tokens == int(COUNTED.sum())
     for field, value in expected.items():
         np.testing.assert_allclose(getattr(result, field), value, atol=1e-9, rtol=1e-6, err_msg=field)
@@ -60,6 +63,7 @@ def test_it_equals_an_oracle_of_plain_hooks():
     assert result.relative_change[:2].tolist() == [0, 0]
     assert (result.kl_divergence[0], result.top_changed[0]) == (0, 0)
     assert bool((result.relative_change[2:] > 0).all() and (result.kl_divergence[1:] > 0).all())
+
     # The last layer's lens is the output of the model.
     with torch.no_grad():
         out = [model(input_ids=TOKENS[:1]).logits[0, 1:].double().log_softmax(-1) for model in (clean, edited)]
@@ -83,30 +87,35 @@ def test_all_ways_to_edit_a_model_give_one_answer():
     model = traced(tiny_llama())
     pairs = {
         "nnsight": (model, edited_in_nnsight(model)),
-        "simulated": tuple(lsim.open_model(one, remote="local") for one in (model, edited_in_nnsight(model))),
+        "simulated": tuple(lsim.open_model(edited, remote="local") for edited in (model, edited_in_nnsight(model))),
     }
+
     for name, pair in pairs.items():
-        found = lsim.compare(*pair, DATA, lsim.InterventionEffect(), intervals=True)
-        assert worst(found, expected) == 0, name
-        torch.testing.assert_close(found.interval("kl_divergence").error, expected.interval("kl_divergence").error)
-        assert "nnsight edit" in found.provenance.changes
-    other = bridge(tiny_llama())
+        result = lsim.compare(*pair, DATA, lsim.InterventionEffect(), intervals=True)
+        assert worst(result, expected) == 0, name
+        torch.testing.assert_close(result.interval("kl_divergence").error, expected.interval("kl_divergence").error)
+        assert "nnsight edit" in result.provenance.changes
+
+    bridged = bridge(tiny_llama())
     changed = bridge(tiny_llama())
     changed.blocks[1].mlp.register_forward_hook(lambda _module, _args, output: 0 * output)
-    found = lsim.compare(other, changed, DATA, lsim.InterventionEffect())
-    assert worst(found, expected) < 1e-5
+    result = lsim.compare(bridged, changed, DATA, lsim.InterventionEffect())
+    assert worst(result, expected) < 1e-5
 
 
 def test_other_sites_and_models_without_a_head():
     clean = tiny_llama()
     edited = without_mlp(clean)
+
     with pytest.warns(lsim.LayersimWarning, match="blocks.1.hook_mlp_out: 58 of 58"):
         result = lsim.compare(clean, edited, DATA, lsim.InterventionEffect(lens=False), at="mlp_out")
+
     assert result.relative_change[:2].tolist() == [0, 1]
     assert result.cosine[0] == 1
     assert bool(result.cosine[1].isnan())
     assert bool(result.kl_divergence.isnan().all() and result.saturation_shift.isnan())
-    without = [copy.deepcopy(one).model for one in (clean, edited)]
+
+    without = [copy.deepcopy(model).model for model in (clean, edited)]
     whole = lsim.compare(clean, edited, DATA, lsim.InterventionEffect())
     bare = lsim.compare(*without, DATA, lsim.InterventionEffect(lens=False))
     assert torch.equal(bare.cosine, whole.cosine)
@@ -120,15 +129,19 @@ def test_other_sites_and_models_without_a_head():
 def test_tokens_that_are_zero_have_no_relative_change():
     x = residuals(0)
     x[2, 3] = 0
+
     with pytest.warns(lsim.LayersimWarning, match="1 of 40"):
-        found = from_views(lsim.InterventionEffect(lens=False), [view(x)])
-    kept = np.delete(x[2], 3, axis=0), np.delete(edited_residuals(x)[2], 3, axis=0)
-    change = np.linalg.norm(kept[1] - kept[0], axis=1) / np.linalg.norm(kept[0], axis=1)
-    assert float(found.relative_change[2]) == pytest.approx(change.mean())
+        result = from_views(lsim.InterventionEffect(lens=False), [view(x)])
+    without_fourth = np.delete(x[2], 3, axis=0), np.delete(edited_residuals(x)[2], 3, axis=0)
+    change = np.linalg.norm(without_fourth[1] - without_fourth[0], axis=1) / np.linalg.norm(without_fourth[0], axis=1)
+
+    assert float(result.relative_change[2]) == pytest.approx(change.mean())
 
 
 def test_one_model_is_refused():
-    model, analyzer = tiny_llama(), lsim.InterventionEffect()
+    model = tiny_llama()
+    analyzer = lsim.InterventionEffect()
+
     for call in (lambda: lsim.analyze(model, TOKENS, analyzer), lambda: lsim.attach(model, analyzer)):
         with pytest.raises(lsim.LayersimError, match=r"InterventionEffect.*compare\("):
             call()
@@ -143,9 +156,12 @@ def test_another_model_is_refused():
 
 @pytest.mark.parametrize("part", ["model.norm", "lm_head"])
 def test_an_edit_that_the_lens_does_not_follow_is_refused(part):
-    clean, edited = tiny_llama(), tiny_llama()
+    clean = tiny_llama()
+    edited = tiny_llama()
     edited.get_submodule(part).register_forward_hook(lambda _module, _args, output: 0.5 * output)
+
     with pytest.raises(lsim.LayersimError, match="logit lens"):
         lsim.compare(clean, edited, DATA, lsim.InterventionEffect())
+
     unread = lsim.compare(clean, edited, DATA, lsim.InterventionEffect(lens=False))
     np.testing.assert_array_equal(unread.relative_change, 0)

@@ -65,14 +65,14 @@ def test_logits_replays_and_next_tokens_need_single_positions(needs, expected):
 
 
 @pytest.mark.parametrize(
-    ("labels", "source", "own"),
+    ("labels", "source", "own_labels"),
     [("none", "none", False), ("next_token", "next_token", False), ("data", "data", True), (CLASSES, "rows", True)],
 )
-def test_labels_are_declared_by_their_source(labels, source, own):
+def test_labels_are_declared_by_their_source(labels, source, own_labels):
     needs = lsim.LogitLens(labels=labels).needs
 
     assert needs.labels == source
-    assert needs.own_labels is own
+    assert needs.own_labels is own_labels
 
 
 @pytest.mark.parametrize(
@@ -117,6 +117,7 @@ def test_planning_sites_changes_no_model():
     plan = plan_sites([source], {"cka": lsim.CKA()}, at="mlp_out")
 
     assert source.sites == before
+
     plan.start_reading()
     assert source.sites == tuple(f"blocks.{block}.hook_mlp_out" for block in range(len(before) - 1))
     assert plan.models()["cka"][0].layers == source.sites

@@ -39,8 +39,10 @@ def test_early_exit_by_predictions_refuses_it(rule, threshold):
 
 
 def test_early_exit_by_residuals_takes_it():
-    model, inputs = pair_bert(labels=1), pair_data(ROWS)
+    model = pair_bert(labels=1)
+    inputs = pair_data(ROWS)
     exits = lsim.EarlyExit(model, 1.0, rule="cosine").logits(inputs["input_ids"], inputs["attention_mask"])
+
     assert exits.logits.shape == (ROWS, 1)
 
 
@@ -52,8 +54,11 @@ def test_training_refuses_it(objective):
 
 
 def test_the_aligned_loss_and_the_layers_of_two_models_refuse_it():
-    model, inputs = pair_bert(labels=1), pair_data(ROWS)
-    ids, mask = inputs.pop("input_ids"), inputs.pop("attention_mask")
+    model = pair_bert(labels=1)
+    inputs = pair_data(ROWS)
+    ids = inputs.pop("input_ids")
+    mask = inputs.pop("attention_mask")
+
     with pytest.raises(lsim.LayersimError, match=SAYS):
         lsim.training.aligned_loss(model, ids, labels=CLASSES, attention_mask=mask, inputs=inputs)
     with pytest.raises(lsim.LayersimError, match=SAYS):
@@ -61,9 +66,9 @@ def test_the_aligned_loss_and_the_layers_of_two_models_refuse_it():
 
 
 def test_a_skipped_block_has_no_effect_on_its_probabilities():
-    found = lsim.analyze(image_vit(labels=1), pixels(4), lsim.SkipEffect())["skip_effect"]
-    assert all(math.isnan(value) for value in found.probability_change.tolist())
-    assert bool((found.values.nan_to_num() > 0).any())
+    result = lsim.analyze(image_vit(labels=1), pixels(4), lsim.SkipEffect())["skip_effect"]
+    assert all(math.isnan(value) for value in result.probability_change.tolist())
+    assert bool((result.values.nan_to_num() > 0).any())
 
 
 def test_scores_beside_the_rows_are_to_be_passed_as_a_tensor():

@@ -25,7 +25,9 @@ def rows() -> list[torch.Tensor]:
 def test_values_are_those_of_each_row_alone(batch_size):
     model = tiny_llama()
     report = lsim.analyze(model, lsim.Data(rows(), batch_size=batch_size), BOTH)
-    path, coupling = report["trajectory"], report["block_coupling"]
+    path = report["trajectory"]
+    coupling = report["block_coupling"]
+
     assert path.prompt_rows == coupling.prompt_rows == (0, 1, 2, 3, 4)
     assert path.prompt_tokens.tolist() == coupling.prompt_tokens.tolist() == list(LENGTHS)
     for number, row in enumerate(rows()):
@@ -40,14 +42,19 @@ def test_values_are_those_of_each_row_alone(batch_size):
 
 def test_prompts_can_be_correlated():
     report = lsim.analyze(tiny_llama(), rows(), BOTH)
-    lss, coupling = report["trajectory"].by_prompt(), report["block_coupling"].by_prompt()
+    lss = report["trajectory"].by_prompt()
+    coupling = report["block_coupling"].by_prompt()
+
     assert list(lss) == ["row 0", "row 1", "row 2", "row 3", "row 4"]
+
     fit = lsim.many.relate(coupling, lss)
     expected = np.corrcoef(list(coupling.values()), list(lss.values()))[0, 1] ** 2
     np.testing.assert_allclose(fit.r_squared, expected)
+
     table = report["trajectory"].to_frame("prompt_lss")
     assert list(table.columns) == ["prompt_row", "prompt_lss"]
     assert report["block_coupling"].plot("prompt_coupling").data
+
     path = report["trajectory"]
     assert list(path.by_prompt("equidistance").values()) == path.prompt_equidistance.tolist()
     assert path.to_frame("prompt_norm").shape == (5 * 4, 3)
@@ -55,10 +62,10 @@ def test_prompts_can_be_correlated():
 
 
 def test_rows_without_counted_tokens_are_left_out():
-    found = lsim.analyze(tiny_llama(), lsim.Data(rows(), skip_first=4), lsim.Trajectory(per_prompt=True))["trajectory"]
-    assert found.prompt_rows == (0, 2, 3, 4)
-    assert found.prompt_tokens.tolist() == [3, 8, 1, 5]
-    assert list(found.by_prompt()) == ["row 0", "row 2", "row 3", "row 4"]
+    result = lsim.analyze(tiny_llama(), lsim.Data(rows(), skip_first=4), lsim.Trajectory(per_prompt=True))["trajectory"]
+    assert result.prompt_rows == (0, 2, 3, 4)
+    assert result.prompt_tokens.tolist() == [3, 8, 1, 5]
+    assert list(result.by_prompt()) == ["row 0", "row 2", "row 3", "row 4"]
 
 
 def test_rows_without_a_value_are_not_a_number():
@@ -68,32 +75,37 @@ def test_rows_without_a_value_are_not_a_number():
     with torch.no_grad():
         # Token 5 has an embedding of zero, which no block changes: its steps have no direction.
         model.model.embed_tokens.weight[5] = 0
+
     with pytest.warns(lsim.LayersimWarning, match=r"is zero.*: 3 of 36\b"):
-        found = lsim.analyze(model, tokens, lsim.Trajectory(per_prompt=True))["trajectory"]
-    assert found.prompt_lss.isnan().tolist() == [False, True, False, False, False]
-    assert found.prompt_tokens[1] == 3
-    assert list(found.by_prompt()) == ["row 0", "row 2", "row 3", "row 4"]
+        result = lsim.analyze(model, tokens, lsim.Trajectory(per_prompt=True))["trajectory"]
+
+    assert result.prompt_lss.isnan().tolist() == [False, True, False, False, False]
+    assert result.prompt_tokens[1] == 3
+    assert list(result.by_prompt()) == ["row 0", "row 2", "row 3", "row 4"]
 
 
 def test_tokens_of_one_prompt_are_averaged():
-    model, tokens = tiny_llama(), rows()[2:]
-    both = lsim.analyze(model, tokens, lsim.BlockCoupling(k=4, tokens=(0, -1), per_prompt=True))["block_coupling"]
-    each = [
+    model = tiny_llama()
+    tokens = rows()[2:]
+
+    result = lsim.analyze(model, tokens, lsim.BlockCoupling(k=4, tokens=(0, -1), per_prompt=True))["block_coupling"]
+    prompts = [
         lsim.analyze(model, tokens, lsim.BlockCoupling(k=4, tokens=(p,), per_prompt=True))["block_coupling"] for p in (0, -1)
     ]
-    mean = (each[0].prompt_coupling + each[1].prompt_coupling) / 2
-    torch.testing.assert_close(both.prompt_coupling, mean, rtol=1e-4, atol=1e-5)
-    assert both.prompt_tokens.tolist() == [12, 5, 9]
+    mean = (prompts[0].prompt_coupling + prompts[1].prompt_coupling) / 2
+
+    torch.testing.assert_close(result.prompt_coupling, mean, rtol=1e-4, atol=1e-5)
+    assert result.prompt_tokens.tolist() == [12, 5, 9]
 
 
 def test_other_fields_do_not_change():
     plain = lsim.analyze(tiny_llama(), rows(), [lsim.Trajectory(), lsim.BlockCoupling(k=4)])
-    more = lsim.analyze(tiny_llama(), rows(), BOTH)
+    report = lsim.analyze(tiny_llama(), rows(), BOTH)
     for name, result in plain.items():
         assert result.prompt_rows == ()
         for field in result.tensor_fields():
             if not field.startswith("prompt_"):
-                assert torch.equal(getattr(result, field).nan_to_num(-1), getattr(more[name], field).nan_to_num(-1)), field
+                assert torch.equal(getattr(result, field).nan_to_num(-1), getattr(report[name], field).nan_to_num(-1)), field
         with pytest.raises(lsim.LayersimError, match="per_prompt=True"):
             result.by_prompt()
 

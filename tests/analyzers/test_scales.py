@@ -71,7 +71,8 @@ def check_scales(names: list[str], powers: tuple[int, ...], dtype: torch.dtype) 
             assert torch.allclose(scaled[name], plain[name], atol=1e-6, equal_nan=True), (name, power)
 
 
-FAR, NEAR = (-100, 100), (-63, -33, 33, 63)
+FAR = (-100, 100)
+NEAR = (-63, -33, 33, 63)
 warned = pytest.mark.filterwarnings("ignore::tl_layersim.LayersimWarning")
 
 

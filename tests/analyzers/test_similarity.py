@@ -36,16 +36,20 @@ def texts(count: int, length: int = 6) -> list[torch.Tensor]:
 def test_it_equals_its_oracle():
     """Minibatches of several sizes, weighted by their samples; three samples are too few."""
     data = [residuals(seed, layers=3, tokens=n) for seed, n in enumerate((12, 20, 3))]
-    found = from_views(lsim.Similarity(oracles.kernel_alignment), [samples(x) for x in data])
-    np.testing.assert_allclose(found.values, oracles.oracle_similarity(data)["values"], rtol=1e-12)
-    assert (found.samples, found.minibatches, found.texts) == (32, 2, 16)
+    result = from_views(lsim.Similarity(oracles.kernel_alignment), [samples(x) for x in data])
+
+    np.testing.assert_allclose(result.values, oracles.oracle_similarity(data)["values"], rtol=1e-12)
+    assert (result.samples, result.minibatches, result.texts) == (32, 2, 16)
 
 
 def test_two_models_of_other_widths():
-    x, y = residuals(0, layers=2, tokens=9), residuals(1, layers=3, tokens=9, width=5)
+    x = residuals(0, layers=2, tokens=9)
+    y = residuals(1, layers=3, tokens=9, width=5)
+
     sums = Sums.of(reduce({"k": lsim.Similarity(oracles.kernel_alignment).kernel(Sums())}, samples(x), samples(y))[1]["k"])
-    found = lsim.Similarity(oracles.kernel_alignment).compute(sums, layer_run(2, 3))
-    np.testing.assert_allclose(found.values, oracles.oracle_similarity([x], [y])["values"], rtol=1e-12)
+    result = lsim.Similarity(oracles.kernel_alignment).compute(sums, layer_run(2, 3))
+
+    np.testing.assert_allclose(result.values, oracles.oracle_similarity([x], [y])["values"], rtol=1e-12)
 
 
 def test_the_function_receives_float64_arrays_of_each_width():
@@ -60,7 +64,9 @@ def test_the_function_receives_float64_arrays_of_each_width():
     model = tiny_llama()
     widths = {model.config.hidden_size, model.config.intermediate_size}
     at = ["blocks.0.hook_resid_post", "blocks.0.mlp.hook_post"]
+
     lsim.analyze(model, texts(8), lsim.Similarity(noting, minibatch=16), at=at)
+
     # Narrower sites are padded in a batch, not here.
     assert shapes == {(16, width) for width in widths}
     assert len(widths) == 2
@@ -68,9 +74,10 @@ def test_the_function_receives_float64_arrays_of_each_width():
 
 def test_a_function_may_change_its_arrays():
     data = [residuals(seed, layers=3, tokens=12) for seed in range(2)]
-    found = from_views(lsim.Similarity(biased_cka), [samples(x) for x in data])
+    result = from_views(lsim.Similarity(biased_cka), [samples(x) for x in data])
     expected = [oracles.oracle_cka([x], biased=True)["values"] for x in data]
-    np.testing.assert_allclose(found.values, np.mean(expected, 0), atol=1e-12)
+
+    np.testing.assert_allclose(result.values, np.mean(expected, 0), atol=1e-12)
 
 
 def test_analyze_with_intervals_and_null_beside_the_analyzer_of_the_package():
@@ -78,24 +85,29 @@ def test_analyze_with_intervals_and_null_beside_the_analyzer_of_the_package():
     data = lsim.Data(texts(64), batch_size=16)
     by_function = lsim.Similarity(biased_cka, level="sequence", minibatch=16, permutations=19)
     by_package = lsim.CKA(estimator="biased", average="cka", level="sequence", minibatch=16)
+
     report = lsim.analyze(tiny_llama(dtype=torch.float64), data, [by_function, by_package], intervals=True)
-    found, expected = report["similarity"], report["cka"]
-    torch.testing.assert_close(found.values, expected.values, atol=1e-9, rtol=0)
+    result = report["similarity"]
+    expected = report["cka"]
+
+    torch.testing.assert_close(result.values, expected.values, atol=1e-9, rtol=0)
     # The ends of intervals of CKA are bounded by 1, those of a function are not.
-    torch.testing.assert_close(found.interval("values").error, expected.interval("values").error, atol=1e-9, rtol=0)
-    assert found.permutations == 19
-    assert torch.equal(found.p_values.isnan(), torch.zeros_like(found.values, dtype=torch.bool))
-    assert bool(found.calibrated.isnan().all() and found.max_calibrated.isnan())
+    torch.testing.assert_close(result.interval("values").error, expected.interval("values").error, atol=1e-9, rtol=0)
+    assert result.permutations == 19
+    assert torch.equal(result.p_values.isnan(), torch.zeros_like(result.values, dtype=torch.bool))
+    assert bool(result.calibrated.isnan().all() and result.max_calibrated.isnan())
     # A symmetric function has one p-value for two sites.
-    assert torch.equal(found.p_values, found.p_values.T)
-    assert "p-value of the maximum over pairs of layers" in found.headline()
+    assert torch.equal(result.p_values, result.p_values.T)
+    assert "p-value of the maximum over pairs of layers" in result.headline()
 
 
 def test_compare_and_its_exchanged_order():
     data = texts(16)
     analyzer = lsim.Similarity(oracles.kernel_alignment, level="sequence")
+
     there = lsim.compare(tiny_llama(), tiny_gpt2(), data, analyzer)
     back = lsim.compare(tiny_gpt2(), tiny_llama(), data, analyzer)
+
     assert there.values.shape == back.values.T.shape
     # The function is not symmetric.
     assert float((there.values - back.values.T).abs().max()) > 1e-3
@@ -103,8 +115,9 @@ def test_compare_and_its_exchanged_order():
 
 def test_values_above_one_keep_their_intervals():
     data = lsim.Data(texts(64), batch_size=16)
-    found = lsim.analyze(tiny_llama(), data, lsim.Similarity(lambda x, y: 5 + biased_cka(x, y), minibatch=16), intervals=True)
-    value, low, high, _ = found["similarity"].interval("values")
+    report = lsim.analyze(tiny_llama(), data, lsim.Similarity(lambda x, y: 5 + biased_cka(x, y), minibatch=16), intervals=True)
+    value, low, high, _ = report["similarity"].interval("values")
+
     assert bool((low[0, 1] < value[0, 1]) & (value[0, 1] < high[0, 1]))
     assert float(high[0, 1]) > 5
 
@@ -114,16 +127,17 @@ def test_a_pair_that_is_undefined_in_one_permutation_has_no_null():
         # The layers of a random walk are near each other in the true pairing alone.
         return 1.0 if np.linalg.norm(x - y) < np.linalg.norm(x - y[::-1]) else math.nan
 
-    found = from_views(lsim.Similarity(undefined_if_exchanged, permutations=19), [samples(residuals(0, layers=2, tokens=12))])
-    assert torch.equal(found.values, torch.ones(2, 2, dtype=torch.float64))
-    assert bool(found.p_values.isnan().all())
+    result = from_views(lsim.Similarity(undefined_if_exchanged, permutations=19), [samples(residuals(0, layers=2, tokens=12))])
+
+    assert torch.equal(result.values, torch.ones(2, 2, dtype=torch.float64))
+    assert bool(result.p_values.isnan().all())
 
 
 def test_nan_of_a_minibatch_is_nan():
-    found = from_views(
+    result = from_views(
         lsim.Similarity(lambda x, y: math.nan if len(x) == 12 else 1.0), [samples(residuals(tokens=n)) for n in (12, 20)]
     )
-    assert bool(found.values.isnan().all())
+    assert bool(result.values.isnan().all())
 
 
 @pytest.mark.parametrize(
@@ -138,8 +152,8 @@ def test_what_is_no_number_is_refused(value, text):
 
 def test_numbers_of_numpy_and_torch_are_numbers():
     for value in (np.float32(0.5), torch.tensor(0.5), np.array(0.5), 1):
-        found = from_views(lsim.Similarity(lambda x, y, value=value: value), [samples(residuals(0, tokens=12))])
-        assert float(found.values[0, 0]) == float(value)
+        result = from_views(lsim.Similarity(lambda x, y, value=value: value), [samples(residuals(0, tokens=12))])
+        assert float(result.values[0, 0]) == float(value)
 
 
 def test_the_options_digest_the_code_and_the_values_of_a_function():
@@ -147,6 +161,7 @@ def test_the_options_digest_the_code_and_the_values_of_a_function():
         return lambda x, y: factor * biased_cka(x, y)
 
     texts_of_functions = [lsim.Similarity(scaled(factor)).options()["function"] for factor in (1, 1, 2)]
+
     assert texts_of_functions[0] == texts_of_functions[1] != texts_of_functions[2]
     assert lsim.Similarity(lambda x, y: 1).options() != lsim.Similarity(lambda x, y: 2).options()
 
@@ -157,12 +172,14 @@ class Callable:
 
 
 def test_a_checkpoint_goes_on_with_equal_code_only(tmp_path):
-    path, data = tmp_path / "run.safetensors", texts(16)
+    path = tmp_path / "run.safetensors"
+    data = texts(16)
 
     def analyzed(factor):
         return lsim.analyze(tiny_llama(), data, lsim.Similarity(lambda x, y: factor * mean_square(x, y)), checkpoint=path)
 
     first = analyzed(1)["similarity"]
+
     assert worst(analyzed(1)["similarity"], first) == 0
     with pytest.raises(lsim.LayersimError, match="function"):
         analyzed(2)

@@ -53,6 +53,7 @@ def test_heads_of_layers_are_a_file(tmp_path):
     heads = ExitHeads(torch.ones(2, 5, 3))
     path = heads.save(tmp_path / "heads.safetensors")
     chosen = with_options({"logit_lens": lsim.LogitLens()}, [f"logit_lens.heads={path}"])["logit_lens"]
+
     assert chosen.heads.digest == heads.digest
     with pytest.raises(FileNotFoundError, match=r"nothing.safetensors"):
         with_options({"saturation": lsim.Saturation()}, ["saturation.heads=nothing.safetensors"])

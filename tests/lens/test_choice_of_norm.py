@@ -60,11 +60,11 @@ def test_the_norm_that_gives_the_logits_of_the_model_is_chosen(make):
 
 
 def without_norm(model, blocks, head):
-    seen = []
-    handles = [block.register_forward_hook(lambda _module, _args, output: seen.append(output)) for block in blocks]
+    hidden = []
+    handles = [block.register_forward_hook(lambda _module, _args, output: hidden.append(output)) for block in blocks]
     with torch.no_grad():
         model(TOKENS)
-        expected = [loss(head(x)) for x in seen[:-1]]
+        expected = [loss(head(x)) for x in hidden[:-1]]
     for handle in handles:
         handle.remove()
     return expected
@@ -74,9 +74,10 @@ def test_a_norm_of_any_name_is_left_out():
     model = lfm2()
     named = lsim.open_model(model, unembed=["model.embedding_norm", "lm_head"])
     expected = without_norm(model, model.model.layers, model.lm_head)
-    for given in (named, model):
-        found = lsim.analyze(given, TOKENS, lsim.LogitLens(norm="none"))["logit_lens"].cross_entropy
-        assert found[:-1].tolist() == pytest.approx(expected, abs=1e-5)
+
+    for source_model in (named, model):
+        losses = lsim.analyze(source_model, TOKENS, lsim.LogitLens(norm="none"))["logit_lens"].cross_entropy
+        assert losses[:-1].tolist() == pytest.approx(expected, abs=1e-5)
 
 
 class Own(torch.nn.Module):
@@ -85,7 +86,8 @@ class Own(torch.nn.Module):
     def __init__(self, *head) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.words, self.head = torch.nn.Embedding(100, 16), torch.nn.Sequential(*head)
+        self.words = torch.nn.Embedding(100, 16)
+        self.head = torch.nn.Sequential(*head)
         self.parts = torch.nn.ModuleList(AddingBlock(16) for _ in range(3))
 
     def forward(self, tokens):
@@ -117,13 +119,17 @@ HEADS = {
 def test_a_norm_that_is_not_known_cannot_be_left_out(head, analyzer):
     parts, paths = HEADS[head]
     model = lsim.open_model(Own(*parts).eval(), layers=["parts.0", "parts.1", "parts.2"], unembed=paths)
+
     lsim.analyze(model, TOKENS, analyzer())
+
     with pytest.raises(lsim.LayersimError, match=r"`norm` is 'none'.*unembed"):
         lsim.analyze(model, TOKENS, analyzer(norm="none"))
 
 
 def test_a_head_without_a_norm_has_none_to_leave_out():
-    own = Own(torch.nn.Linear(16, 16), torch.nn.Linear(16, 100)).eval()
-    model = lsim.open_model(own, layers=["parts.0", "parts.1", "parts.2"], unembed=["head.0", "head.1"])
-    found = [lsim.analyze(model, TOKENS, lsim.LogitLens(norm=norm))["logit_lens"].cross_entropy for norm in ("final", "none")]
-    assert torch.equal(*found)
+    module = Own(torch.nn.Linear(16, 16), torch.nn.Linear(16, 100)).eval()
+    model = lsim.open_model(module, layers=["parts.0", "parts.1", "parts.2"], unembed=["head.0", "head.1"])
+
+    losses = [lsim.analyze(model, TOKENS, lsim.LogitLens(norm=norm))["logit_lens"].cross_entropy for norm in ("final", "none")]
+
+    assert torch.equal(*losses)

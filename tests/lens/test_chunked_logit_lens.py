@@ -31,13 +31,15 @@ def test_ties_go_to_the_lower_id(seed, words, levels):
     rng = np.random.default_rng(seed)
     logits = rng.integers(0, levels, size=(6, 3, words)).astype(np.float64)  # token layer vocabulary
     target = torch.as_tensor(rng.integers(0, words, size=6))
-    found = read_logits(logits, target)
+
+    statistics = read_logits(logits, target)
+
     for t in range(6):
         for layer in range(3):
             z = logits[t, layer]
             order = sorted(range(words), key=lambda v, z=z: (-z[v], v))
-            assert found["best"][layer, t] == order[0] == int(np.argmax(z))
-            assert found["before"][layer, t] == min(order.index(int(target[t])), 10)
+            assert statistics["best"][layer, t] == order[0] == int(np.argmax(z))
+            assert statistics["before"][layer, t] == min(order.index(int(target[t])), 10)
 
 
 @pytest.mark.parametrize("top", [1, 4, 9, 11, 12, 30])
@@ -46,10 +48,12 @@ def test_ties_over_more_groups_than_are_looked_into(top):
     logits = np.zeros((2, 3, 256 * 40))
     places = 256 * np.arange(top) + 3
     logits[..., places] = 5.0
+
     for at in {0, top // 2, top - 1}:
-        found = read_logits(logits, torch.tensor([places[at], places[at]]))
-        assert (found["before"] == min(at, 10)).all()
-        assert (found["best"] == places[0]).all()
+        statistics = read_logits(logits, torch.tensor([places[at], places[at]]))
+        assert (statistics["before"] == min(at, 10)).all()
+        assert (statistics["best"] == places[0]).all()
+
     logits[..., 7] = 1.0
     assert (read_logits(logits, torch.tensor([7, 7]))["before"] == min(top, 10)).all()
 
@@ -85,12 +89,18 @@ def test_walking_down_finds_what_the_full_lens_finds(seed, memory, levels):
         return View(residual, where, where * 0, where, unembed=unembed)
 
     walked, bad = saturation_layers(fresh(), True, memory)
+
     assert not bad.any()
+
     full = fresh()
     read_lens(full, torch.full((20,), NO_LABEL), True, memory, 5, "t")
     assert torch.equal(walked, saturation_layers(full, True, memory)[0])
-    said = logits.argmax(-1)
-    assert walked.tolist() == [min(k for k in range(5) if (row[k:] == row[-1]).all()) for row in said]
+
+    predicted = logits.argmax(-1)
+    saturated = []
+    for row in predicted:
+        saturated.append(min(k for k in range(5) if (row[k:] == row[-1]).all()))
+    assert walked.tolist() == saturated
 
 
 @pytest.mark.parametrize("layer", [0, 1, 4])
@@ -106,6 +116,7 @@ def test_walking_down_counts_logits_that_are_not_finite_where_they_are(layer):
     residual = torch.cat([torch.zeros(1, 3, 1), torch.arange(15.0).view(5, 3, 1)]).double()
     where = torch.arange(3)
     view = View(residual, where, where * 0, where, unembed=Unembed(None, (Table(),), "every", 1.0, None, None, None))
+
     assert saturation_layers(view, True, 64)[1].tolist() == [int(number == layer) for number in range(5)]
 
 
@@ -113,6 +124,7 @@ def test_walking_down_counts_logits_that_are_not_finite_where_they_are(layer):
 def test_the_memory_budget_changes_no_number(memory):
     x = residuals(4, tokens=50)
     expected = from_views(lsim.LogitLens(), [view(x)])
+
     assert worst(from_views(lsim.LogitLens(lens_memory_mb=memory), [view(x)]), expected) < 1e-10
     assert worst(from_views(lsim.Saturation(lens_memory_mb=memory), [view(x)]), from_views(lsim.Saturation(), [view(x)])) == 0
 
@@ -128,16 +140,21 @@ def test_what_a_lens_calls_has_neither_hooks_nor_dropout():
     from tl_layersim.architectures.output_heads import Quiet
 
     head = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(8, 8)).train()
-    x, calls = torch.ones(3, 8), []
+    x = torch.ones(3, 8)
+    calls = []
     head[1].register_forward_hook(lambda *_: calls.append(1))
     state = torch.get_rng_state()
-    first, again = Quiet(head)(x), Quiet(head)(x)
-    assert torch.equal(first, again)
+    first = Quiet(head)(x)
+    repeated = Quiet(head)(x)
+
+    assert torch.equal(first, repeated)
     assert torch.equal(torch.get_rng_state(), state)
     assert not calls
     assert head[0].training
+
     head(x)
     assert calls == [1]
+
     head[1].register_forward_pre_hook(lambda *_: 1 / 0)
     Quiet(head)(x)
     with pytest.raises(RuntimeError):
@@ -148,22 +165,27 @@ def test_what_a_lens_calls_has_neither_hooks_nor_dropout():
 
 
 def test_a_source_that_names_no_next_token_is_read_from_neighbours():
-    tokens, row = torch.tensor([5, 6, 7, 8, 9]), torch.tensor([0, 0, 0, 1, 1])
-    one = View(torch.zeros(2, 5, 3), tokens, row, torch.tensor([0, 1, 3, 0, 1]))
-    assert targets(one, "next_token").tolist() == [6, NO_LABEL, NO_LABEL, 9, NO_LABEL]
+    tokens = torch.tensor([5, 6, 7, 8, 9])
+    row = torch.tensor([0, 0, 0, 1, 1])
+    tokens_view = View(torch.zeros(2, 5, 3), tokens, row, torch.tensor([0, 1, 3, 0, 1]))
+
+    assert targets(tokens_view, "next_token").tolist() == [6, NO_LABEL, NO_LABEL, 9, NO_LABEL]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_the_models_own(dtype):
     """Logits are what the model would give; what is made of them is float32."""
-    model, tokens = tiny_llama(dtype=dtype), random_tokens(4, 12)
+    model = tiny_llama(dtype=dtype)
+    tokens = random_tokens(4, 12)
     with torch.no_grad():
         logits = model(tokens).logits
+
     assert logits.dtype == dtype
-    own = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).double(), tokens[:, 1:].flatten())
-    found = lsim.analyze(model, lsim.Data(tokens, batch_size=4), lsim.LogitLens())["logit_lens"]
-    np.testing.assert_allclose(found.cross_entropy[-1], own, rtol=1e-5 if dtype == torch.float16 else 2e-2)
-    assert found.kl_to_final[-1] == 0
+
+    model_loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).double(), tokens[:, 1:].flatten())
+    result = lsim.analyze(model, lsim.Data(tokens, batch_size=4), lsim.LogitLens())["logit_lens"]
+    np.testing.assert_allclose(result.cross_entropy[-1], model_loss, rtol=1e-5 if dtype == torch.float16 else 2e-2)
+    assert result.kl_to_final[-1] == 0
 
 
 def test_logits_that_overflow_are_named_with_their_layer():
@@ -181,12 +203,15 @@ def test_large_logits_do_not_overflow(offset):
     x = residuals(1)
     weight = oracles.HEAD * 3
     head = torch.nn.Linear(8, oracles.WORDS, dtype=torch.float64)
-    head.weight.data, head.bias.data = torch.as_tensor(weight), torch.full((oracles.WORDS,), offset, dtype=torch.float64)
+    head.weight.data = torch.as_tensor(weight)
+    head.bias.data = torch.full((oracles.WORDS,), offset, dtype=torch.float64)
     unembed = Unembed(torch.nn.LayerNorm(8, elementwise_affine=False), (head,), "every", 1.0, None, torch.float64, None, head)
-    found = from_views(lsim.LogitLens(), [view(x, unembed=unembed)])
+
+    result = from_views(lsim.LogitLens(), [view(x, unembed=unembed)])
     expected = oracles.oracle_logit_lens([x], head=weight)
+
     for name, value in expected.items():
-        np.testing.assert_allclose(getattr(found, name), value, atol=1e-8, rtol=1e-8, err_msg=name)
+        np.testing.assert_allclose(getattr(result, name), value, atol=1e-8, rtol=1e-8, err_msg=name)
 
 
 def test_ids_that_cannot_be_said_have_no_weight():
@@ -200,15 +225,16 @@ def test_ids_that_cannot_be_said_have_no_weight():
         for linear in (head, None):
             norm = torch.nn.LayerNorm(8, elementwise_affine=False)
             unembed = Unembed(norm, (head,), "every", 1.0, None, torch.float64, None, linear)
-            found = from_views(lsim.LogitLens(), [view(x, unembed=unembed)])
+            result = from_views(lsim.LogitLens(), [view(x, unembed=unembed)])
             for name, value in expected.items():
-                np.testing.assert_allclose(getattr(found, name), value, atol=1e-8, rtol=1e-8, err_msg=name)
+                np.testing.assert_allclose(getattr(result, name), value, atol=1e-8, rtol=1e-8, err_msg=name)
 
 
 def test_own_heads_are_checked_in_the_oracles_tests_too():
     unembed = own_head()
     x = torch.as_tensor(residuals(0)[2])
     expected = oracles.layer_norm(x.numpy()) @ oracles.HEAD.T
+
     np.testing.assert_allclose(unembed(x).detach(), expected, atol=1e-12)
     spare = torch.empty(40, oracles.WORDS, dtype=torch.float64)
     with torch.no_grad():
@@ -220,6 +246,7 @@ def test_every_lens_refuses_logits_that_are_not_finite(wrap):
     model = tiny_llama()
     with torch.no_grad():
         model.lm_head.weight[7] = float("nan")
+
     for lens in LENSES:
         with pytest.raises(lsim.LayersimError, match=r"Logits are NaN or infinite"):
             lsim.analyze(wrap(model), random_tokens(4, 12), lens())
@@ -229,8 +256,11 @@ def test_every_lens_refuses_logits_that_are_not_finite(wrap):
 
 @pytest.mark.parametrize("factor", [1.05, 0.9])
 def test_in_half_precision_a_head_that_is_five_percent_off_is_refused(factor):
-    model, tokens = tiny_llama(dtype=torch.bfloat16), random_tokens(2, 12)
+    model = tiny_llama(dtype=torch.bfloat16)
+    tokens = random_tokens(2, 12)
+
     assert lsim.analyze(model, tokens, lsim.Saturation())
+
     model.lm_head.register_forward_hook(lambda _m, _x, out: factor * out)
     with pytest.raises(lsim.LayersimError, match=r"lm_head\(model\.norm.* \d.*unembed="):
         lsim.analyze(model, tokens, lsim.Saturation())
@@ -249,6 +279,7 @@ def test_a_norm_in_another_dtype_than_the_head():
             return torch.nn.functional.linear(x.float(), self.weight)
 
     model.lm_head = Upcast()
+
     assert lsim.analyze(model, random_tokens(2, 9), lsim.LogitLens())
 
 
@@ -257,6 +288,9 @@ def test_float32_keeps_its_digits_near_overflow_and_underflow(offset):
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(5, 3, 200))
     target = torch.arange(5)
-    exact, found = read_logits(logits, target), read_logits((logits + offset).astype(np.float32), target)
+
+    exact = read_logits(logits, target)
+    statistics = read_logits((logits + offset).astype(np.float32), target)
+
     for name in ("best_prob", "target_log_prob", "entropy", "kl"):
-        np.testing.assert_allclose(found[name], exact[name], atol=2e-4, err_msg=name)
+        np.testing.assert_allclose(statistics[name], exact[name], atol=2e-4, err_msg=name)

@@ -23,28 +23,33 @@ def heads(**options) -> ExitHeads:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_file_gives_back_the_same_heads(tmp_path, dtype):
-    for given in (heads(norm="none", layers=["a", "b"], weights_hash="12").to(dtype), ExitHeads(torch.ones(1, 2, 2))):
-        found = ExitHeads.load(given.save(tmp_path / "heads.safetensors"))
-        assert torch.equal(found.weight, given.weight)
-        assert found.weight.dtype == given.weight.dtype
-        assert (found.bias is None) == (given.bias is None)
-        assert given.bias is None or torch.equal(found.bias, given.bias)
-        assert (found.norm, found.layers, found.weights_hash) == (given.norm, given.layers, given.weights_hash)
-        assert (repr(found), found.digest) == (repr(given), given.digest)
+    for saved in (heads(norm="none", layers=["a", "b"], weights_hash="12").to(dtype), ExitHeads(torch.ones(1, 2, 2))):
+        loaded = ExitHeads.load(saved.save(tmp_path / "heads.safetensors"))
+        assert torch.equal(loaded.weight, saved.weight)
+        assert loaded.weight.dtype == saved.weight.dtype
+        assert (loaded.bias is None) == (saved.bias is None)
+        assert saved.bias is None or torch.equal(loaded.bias, saved.bias)
+        assert (loaded.norm, loaded.layers, loaded.weights_hash) == (saved.norm, saved.layers, saved.weights_hash)
+        assert (repr(loaded), loaded.digest) == (repr(saved), saved.digest)
 
 
 def test_the_digest_is_of_weights_biases_and_norm():
-    one = heads()
-    others = [ExitHeads(one.weight), ExitHeads(one.weight, one.bias, norm="none"), ExitHeads(one.weight + 1)]
-    assert len({one.digest, *(other.digest for other in others)}) == 4
-    assert heads().digest == one.digest
+    plain_heads = heads()
+    variants = [
+        ExitHeads(plain_heads.weight),
+        ExitHeads(plain_heads.weight, plain_heads.bias, norm="none"),
+        ExitHeads(plain_heads.weight + 1),
+    ]
+
+    assert len({plain_heads.digest, *(variant.digest for variant in variants)}) == 4
+    assert heads().digest == plain_heads.digest
 
 
 def test_names_of_layers_and_size():
-    one = heads()
-    assert one.layers == ("blocks.0.hook_resid_post", "blocks.1.hook_resid_post")
-    assert (len(one), one.nbytes) == (2, 4 * (30 + 10))
-    assert one.to("cpu") is one
+    plain_heads = heads()
+    assert plain_heads.layers == ("blocks.0.hook_resid_post", "blocks.1.hook_resid_post")
+    assert (len(plain_heads), plain_heads.nbytes) == (2, 4 * (30 + 10))
+    assert plain_heads.to("cpu") is plain_heads
 
 
 def test_heads_read_what_the_model_s_head_joins():
@@ -56,13 +61,13 @@ def test_heads_read_what_the_model_s_head_joins():
         return replace(helpers.model(), layers=layers, d_model=3, vocabulary=None, head=head)
 
     for pool, width in ((None, 3), (Pool(mean_from=0), 3), (Pool((0,), 1), 6), (Pool((0, 1), 2), 9)):
-        for given in (3, 6, 9):
-            one = ExitHeads(torch.ones(2, 5, given))
-            if given == width:
-                one.check(model(pool))
+        for head_width in (3, 6, 9):
+            exit_heads = ExitHeads(torch.ones(2, 5, head_width))
+            if head_width == width:
+                exit_heads.check(model(pool))
             else:
-                with pytest.raises(lsim.LayersimError, match=rf"`heads`.*, {given}\).*, {width}\)"):
-                    one.check(model(pool))
+                with pytest.raises(lsim.LayersimError, match=rf"`heads`.*, {head_width}\).*, {width}\)"):
+                    exit_heads.check(model(pool))
 
 
 @pytest.mark.parametrize(
@@ -82,11 +87,12 @@ def test_tensors_that_are_no_heads_are_refused(arguments, options, says):
 
 @pytest.mark.parametrize("analyzer", [lsim.LogitLens, lsim.Saturation, lsim.ExitCurve])
 def test_an_analyzer_takes_a_file_of_heads_and_reads_with_their_norm(analyzer, tmp_path):
-    given = heads(norm="none")
-    path = given.save(tmp_path / "heads.safetensors")
-    assert analyzer(heads=path, norm="none").heads.digest == given.digest
+    exit_heads = heads(norm="none")
+    path = exit_heads.save(tmp_path / "heads.safetensors")
+
+    assert analyzer(heads=path, norm="none").heads.digest == exit_heads.digest
     with pytest.raises(lsim.LayersimError, match=r"`norm` is .*norm='none'"):
-        analyzer(heads=given)
+        analyzer(heads=exit_heads)
     with pytest.raises(FileNotFoundError, match="nothing"):
         analyzer(heads=tmp_path / "nothing")
 

@@ -16,7 +16,7 @@ from ..running.options import called
 
 
 def heads() -> dict:
-    found = {name: (lambda name=name: build(name)) for name in LAYOUTS}
+    builders = {name: (lambda name=name: build(name)) for name in LAYOUTS}
     for name, config in (("Gemma2", {"final_logit_softcapping": 3.0}), ("Gemma3", {"final_logit_softcapping": 2.0})):
 
         def capped(name=name, config=config):
@@ -24,7 +24,7 @@ def heads() -> dict:
             cls = getattr(transformers, CONFIGS.get(name, f"{name}Config"))
             return getattr(transformers, f"{name}ForCausalLM")(cls(**GROUPED, **config)).eval()
 
-        found[f"{name} with soft-cap"] = capped
+        builders[f"{name} with soft-cap"] = capped
     for name, config in (("Cohere", {"logit_scale": 0.25}), ("Granite", {"logits_scaling": 4.0}), ("Phi", {}), ("Olmo2", {})):
 
         def other(name=name, config=config):
@@ -33,8 +33,8 @@ def heads() -> dict:
                 getattr(transformers, f"{name}Config")(**GROUPED, **config, pad_token_id=0, bos_token_id=1, eos_token_id=2)
             ).eval()
 
-        found[name] = other
-    return found
+        builders[name] = other
+    return builders
 
 
 HEADS = heads()
@@ -45,15 +45,18 @@ HEADS = heads()
 @pytest.mark.parametrize("family", HEADS)
 def test_the_last_layer_says_what_the_model_says(family):
     """Loss of the last layer, against the model's own; and every known layout is found without help."""
-    model, tokens = lively(HEADS[family]()), random_tokens(4, 12)
-    found = lsim.analyze(model, tokens, lsim.LogitLens())["logit_lens"]
+    model = lively(HEADS[family]())
+    tokens = random_tokens(4, 12)
+
+    result = lsim.analyze(model, tokens, lsim.LogitLens())["logit_lens"]
     with torch.no_grad():
         logits = model(tokens).logits
-    own = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).double(), tokens[:, 1:].flatten())
-    np.testing.assert_allclose(found.cross_entropy[-1], own, rtol=1e-5)
-    assert found.kl_to_final[-1] == 0
-    assert found.agreement[-1] == 1
-    assert (found.kl_to_final[:-1] > 0).all()
+    model_loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).double(), tokens[:, 1:].flatten())
+
+    np.testing.assert_allclose(result.cross_entropy[-1], model_loss, rtol=1e-5)
+    assert result.kl_to_final[-1] == 0
+    assert result.agreement[-1] == 1
+    assert (result.kl_to_final[:-1] > 0).all()
 
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
@@ -62,11 +65,13 @@ def test_the_last_layer_says_what_the_model_says(family):
 def test_nnsight_reads_the_same_heads(family):
     tokens = random_tokens(4, 12)
     every = [cls() for cls in LENSES]
+
     expected = lsim.analyze(lively(HEADS[family]()), tokens, every)
+
     for options in ({}, {"remote": "local"}):
-        found = called(lsim.analyze, nnsight(lively(HEADS[family]())), tokens, every, **options)
+        report = called(lsim.analyze, nnsight(lively(HEADS[family]())), tokens, every, **options)
         for name in expected:
-            np.testing.assert_allclose(found[name].values, expected[name].values, rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(report[name].values, expected[name].values, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
@@ -76,9 +81,10 @@ def test_a_bridge_of_a_capped_model_reads_the_cap():
     tokens = random_tokens(4, 12)
     expected = lsim.analyze(lively(HEADS["Gemma2 with soft-cap"]()), tokens, lsim.LogitLens())["logit_lens"]
     model = bridge(lively(HEADS["Gemma2 with soft-cap"]()))
-    found = lsim.analyze(model, tokens, lsim.LogitLens())["logit_lens"]
-    np.testing.assert_allclose(found.cross_entropy, expected.cross_entropy, rtol=1e-5)
-    assert "3 tanh(" in found.unembedding
+    result = lsim.analyze(model, tokens, lsim.LogitLens())["logit_lens"]
+
+    np.testing.assert_allclose(result.cross_entropy, expected.cross_entropy, rtol=1e-5)
+    assert "3 tanh(" in result.unembedding
 
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
@@ -88,10 +94,12 @@ def test_a_bridge_in_compatibility_mode_still_says_what_it_says():
     model = bridge(lively(tiny_gpt2()))
     model.enable_compatibility_mode()
     tokens = random_tokens(4, 12)
-    found = lsim.analyze(model, tokens, lsim.LogitLens())["logit_lens"]
+
+    result = lsim.analyze(model, tokens, lsim.LogitLens())["logit_lens"]
     with torch.no_grad():
-        own = torch.nn.functional.cross_entropy(model(tokens)[:, :-1].flatten(0, 1).double(), tokens[:, 1:].flatten())
-    np.testing.assert_allclose(found.cross_entropy[-1], own, rtol=1e-5)
+        model_loss = torch.nn.functional.cross_entropy(model(tokens)[:, :-1].flatten(0, 1).double(), tokens[:, 1:].flatten())
+
+    np.testing.assert_allclose(result.cross_entropy[-1], model_loss, rtol=1e-5)
 
 
 def test_a_tied_head_and_a_head_with_a_bias():
@@ -101,12 +109,13 @@ def test_a_tied_head_and_a_head_with_a_bias():
     biased = tiny_llama()
     biased.lm_head.bias = torch.nn.Parameter(torch.randn(100, generator=torch.Generator().manual_seed(0)))
     tokens = random_tokens(4, 12)
+
     for model in (tied, biased):
         with torch.no_grad():
             logits = model(tokens).logits
-        own = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).double(), tokens[:, 1:].flatten())
-        found = lsim.analyze(model, tokens, lsim.LogitLens())["logit_lens"]
-        np.testing.assert_allclose(found.cross_entropy[-1], own, rtol=1e-5)
+        model_loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).double(), tokens[:, 1:].flatten())
+        result = lsim.analyze(model, tokens, lsim.LogitLens())["logit_lens"]
+        np.testing.assert_allclose(result.cross_entropy[-1], model_loss, rtol=1e-5)
 
 
 class PartialSums(torch.nn.Linear):
@@ -137,15 +146,17 @@ class Odd(torch.nn.Module):
 
 
 def test_a_head_that_no_table_knows_can_be_named():
-    layers, tokens = ["parts.0", "parts.1", "parts.2"], random_tokens(4, 12)
+    layers = ["parts.0", "parts.1", "parts.2"]
+    tokens = random_tokens(4, 12)
+
     with pytest.raises(lsim.LayersimError, match=r"LogitLens.* Odd .*unembed="):
         lsim.analyze(lsim.open_model(Odd(), layers=layers), tokens, lsim.LogitLens())
     for model in (Odd(), nnsight(Odd())):
-        found = lsim.analyze(lsim.open_model(model, layers=layers, unembed=["polish", "speak"]), tokens, lsim.LogitLens())[
+        result = lsim.analyze(lsim.open_model(model, layers=layers, unembed=["polish", "speak"]), tokens, lsim.LogitLens())[
             "logit_lens"
         ]
-        assert found.unembedding == "speak(polish(x))"
-        assert found.provenance.options["unembed"] == ["polish", "speak"]
+        assert result.unembedding == "speak(polish(x))"
+        assert result.provenance.options["unembed"] == ["polish", "speak"]
     with pytest.raises(lsim.LayersimError, match=r"`unembed` is .*'polis'.* Odd\b.*'polish'"):
         lsim.analyze(lsim.open_model(Odd(), layers=layers, unembed=["polis", "speak"]), tokens, lsim.LogitLens())
 
@@ -153,7 +164,9 @@ def test_a_head_that_no_table_knows_can_be_named():
 @pytest.mark.parametrize("lens", LENSES)
 @pytest.mark.parametrize("wrap", [lambda m: m, nnsight], ids=["hooked", "nnsight"])
 def test_a_lens_that_is_not_the_models_is_refused(lens, wrap):
-    layers, tokens = ["parts.0", "parts.1", "parts.2"], random_tokens(4, 12)
+    layers = ["parts.0", "parts.1", "parts.2"]
+    tokens = random_tokens(4, 12)
+
     with pytest.raises(lsim.LayersimError, match=r"speak\(polish\(x\)\) .* 0\.\d+ .*unembed="):
         lsim.analyze(lsim.open_model(wrap(Odd(twice=True)), layers=layers, unembed=["polish", "speak"]), tokens, lens())
     with pytest.raises(lsim.LayersimError, match=r"speak\(x\) .* 0\.\d+ .*unembed="):
@@ -169,23 +182,26 @@ def test_a_model_without_a_head_is_refused_before_it_runs():
 
 
 def test_hooks_on_the_head_see_the_model_and_not_the_lens():
-    model, calls = tiny_llama(), []
+    model = tiny_llama()
+    calls = []
     model.lm_head.register_forward_hook(lambda *_: calls.append("head"))
     model.model.norm.register_forward_pre_hook(lambda *_: calls.append("norm"))
+
     lsim.analyze(model, random_tokens(4, 12), [lsim.LogitLens(), lsim.Saturation(norm="none")])
+
     # The watched forward pass, and the one that compares the lens with the logits.
     assert calls == ["norm", "head", "norm", "head"]
 
 
 def classifier(family: str):
     torch.manual_seed(0)
-    more = {"num_labels": 3, "pad_token_id": 2}
+    options = {"num_labels": 3, "pad_token_id": 2}
     if family in ("Bert", "Roberta", "MPNet"):
-        small = LAYOUTS["Bert"] | more | ({"max_position_embeddings": 80, "pad_token_id": 1} if family != "Bert" else {})
+        small = LAYOUTS["Bert"] | options | ({"max_position_embeddings": 80, "pad_token_id": 1} if family != "Bert" else {})
         return lively(
             getattr(transformers, f"{family}ForSequenceClassification")(getattr(transformers, f"{family}Config")(**small))
         ).eval()
-    config = getattr(transformers, CONFIGS.get(family, f"{family}Config"))(**(LAYOUTS[family] | more))
+    config = getattr(transformers, CONFIGS.get(family, f"{family}Config"))(**(LAYOUTS[family] | options))
     return lively(getattr(transformers, f"{family}ForSequenceClassification")(config)).eval()
 
 
@@ -195,21 +211,24 @@ def test_classifiers_are_read_where_they_classify(family):
     model = classifier(family)
     rows = [random_tokens(1, n, seed=n)[0] for n in (9, 5, 7, 9)]
     label = torch.tensor([0, 2, 1, NO_LABEL])
-    own = []
+    model_tokens = []
     with torch.no_grad():
         for row, y in zip(rows, label, strict=True):
             logits = model(row[None]).logits[0].double()
-            own.append((float(-logits.log_softmax(0)[y]) if y != NO_LABEL else None, int(logits.argmax())))
-    found = lsim.analyze(
+            model_tokens.append((float(-logits.log_softmax(0)[y]) if y != NO_LABEL else None, int(logits.argmax())))
+
+    report = lsim.analyze(
         model, rows, [lsim.LogitLens(labels=label, top_k=(1, 2)), lsim.Saturation(), lsim.ExitCurve(labels=label)]
     )
-    lens = found["logit_lens"]
+    lens = report["logit_lens"]
+
     assert (lens.positions, lens.targets) == (4, 3)
-    np.testing.assert_allclose(lens.cross_entropy[-1], np.mean([ce for ce, _ in own if ce is not None]), rtol=1e-5)
-    right = [said == y for (_, said), y in zip(own, label.tolist(), strict=True) if y != NO_LABEL]
+    np.testing.assert_allclose(lens.cross_entropy[-1], np.mean([ce for ce, _ in model_tokens if ce is not None]), rtol=1e-5)
+
+    right = [predicted == y for (_, predicted), y in zip(model_tokens, label.tolist(), strict=True) if y != NO_LABEL]
     assert lens.accuracy[-1] == np.mean(right)
-    assert found["saturation"].counts.sum() == 4
-    assert found["exit_curve"].at(1.0).accuracy == lens.accuracy[-1]
+    assert report["saturation"].counts.sum() == 4
+    assert report["exit_curve"].at(1.0).accuracy == lens.accuracy[-1]
     with pytest.raises(lsim.LayersimError, match=r"ForSequenceClassification .*LogitLens\(labels='data'\)"):
         lsim.analyze(model, rows, lsim.LogitLens())
     with (
@@ -226,12 +245,14 @@ def test_token_classifiers_are_read_at_every_token(family):
     model = lively(getattr(transformers, f"{family}ForTokenClassification")(config)).eval()
     rows = [torch.tensor([5]), *random_tokens(2, 9)]
     labels = torch.randint(0, 3, (3, 9), generator=torch.Generator().manual_seed(0))
-    found = lsim.analyze(model, rows, lsim.LogitLens(labels=labels, top_k=(1,)))["logit_lens"]
+
+    result = lsim.analyze(model, rows, lsim.LogitLens(labels=labels, top_k=(1,)))["logit_lens"]
     with torch.no_grad():
         logits = torch.cat([model(row[None]).logits[0] for row in rows]).double()
-    own = torch.nn.functional.cross_entropy(logits, torch.cat([labels[0, :1], labels[1], labels[2]]))
-    np.testing.assert_allclose(found.cross_entropy[-1], own, rtol=1e-5)
-    assert found.positions == 19
+    model_loss = torch.nn.functional.cross_entropy(logits, torch.cat([labels[0, :1], labels[1], labels[2]]))
+
+    np.testing.assert_allclose(result.cross_entropy[-1], model_loss, rtol=1e-5)
+    assert result.positions == 19
 
 
 def test_a_head_that_also_reads_the_pooled_output_gives_the_model_s_own_loss():
@@ -240,15 +261,18 @@ def test_a_head_that_also_reads_the_pooled_output_gives_the_model_s_own_loss():
     tokens = random_tokens(2, 9)
     with torch.no_grad():
         logits = model(tokens).prediction_logits.double()
-    own = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    model_loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
     for opened in (model, lsim.open_model(model, unembed=["cls.predictions"])):
-        found = lsim.analyze(opened, tokens, lsim.LogitLens())["logit_lens"]
-        np.testing.assert_allclose(found.cross_entropy[-1], own, rtol=1e-5)
+        result = lsim.analyze(opened, tokens, lsim.LogitLens())["logit_lens"]
+        np.testing.assert_allclose(result.cross_entropy[-1], model_loss, rtol=1e-5)
 
 
 def test_the_opt_that_projects_out_without_a_norm():
     torch.manual_seed(0)
-    more = {"word_embed_proj_dim": 16, "do_layer_norm_before": False}
-    model = transformers.OPTForCausalLM(transformers.OPTConfig(**(LAYOUTS["OPT"] | more))).eval()
-    found = lsim.analyze(lively(model), random_tokens(2, 9), lsim.LogitLens())["logit_lens"]
-    assert found.unembedding == "lm_head(model.decoder.project_out(x))"
+    options = {"word_embed_proj_dim": 16, "do_layer_norm_before": False}
+    model = transformers.OPTForCausalLM(transformers.OPTConfig(**(LAYOUTS["OPT"] | options))).eval()
+
+    result = lsim.analyze(lively(model), random_tokens(2, 9), lsim.LogitLens())["logit_lens"]
+
+    assert result.unembedding == "lm_head(model.decoder.project_out(x))"

@@ -63,19 +63,22 @@ class TestOtherAnalyzers:
         models = {"a": tiny_llama(), "b": tiny_llama(seed=1), "c": tiny_llama(seed=2)}
         passes = Passes(models)
         data = random_tokens(6, 12)
+
         grid = lsim.compare_grid(models, lsim.Data(data, batch_size=3), Product(), distance=first_row)
+
         # Two batches: a look at the widths, the first pass and the main one.
         # Two passes over three times two rows: forward passes have a power of two of rows.
         # One watched row, and one row alone beside its batch.
         assert passes.counts == dict.fromkeys(models, 2 + 6)
         for i, a in enumerate(models):
             for j, b in enumerate(models):
-                one = lsim.compare(models[a], models[b], lsim.Data(data, batch_size=3), Product())
-                torch.testing.assert_close(grid[a, b].values, one.values)
-                assert float(grid.values[i, j]) == pytest.approx(float(first_row(one)))
+                pair_result = lsim.compare(models[a], models[b], lsim.Data(data, batch_size=3), Product())
+                torch.testing.assert_close(grid[a, b].values, pair_result.values)
+                assert float(grid.values[i, j]) == pytest.approx(float(first_row(pair_result)))
         assert not torch.equal(grid.values, grid.values.T)
-        found = lsim.many.compare_groups(grid, [*"xxy"])
-        assert list(found["comparison"].values[2:]) == ["within x", "x into y", "y into x"]
+
+        groups = lsim.many.compare_groups(grid, [*"xxy"])
+        assert list(groups["comparison"].values[2:]) == ["within x", "x into y", "y into x"]
 
     def test_a_distance_must_be_stated(self):
         models = {"a": tiny_llama(), "b": tiny_llama(seed=1)}
@@ -85,14 +88,16 @@ class TestOtherAnalyzers:
     def test_exact_sums_of_all_pairs_must_fit(self):
         models = {name: tiny_llama() for name in "abcd"}
         need = 3 * 8 * (4 * 32) ** 2 / 1e9
+
         lsim.compare(models["a"], models["b"], random_tokens(), lsim.CKA(estimator="exact", max_memory_gb=4 * need))
+
         with pytest.raises(lsim.LayersimError, match="`max_memory_gb`"):
             lsim.compare_grid(models, random_tokens(), lsim.CKA(estimator="exact", max_memory_gb=4 * need))
 
 
 def test_refusals():
     models = {name: tiny_llama(seed=n) for n, name in enumerate("abc")}
-    for given, analyzer, options, message in (
+    for models_argument, analyzer, options, message in (
         (list(models.values()), lsim.CKA(), {}, "`models`.*list"),
         (dict(enumerate(models.values())), lsim.CKA(), {}, "`models`.*dict"),
         ({"a": models["a"]}, lsim.CKA(), {}, "`models`.* 1 "),
@@ -106,4 +111,4 @@ def test_refusals():
         (models, [lsim.CKA(), lsim.Cosine()], {}, "Cosine cannot compare two models"),
     ):
         with pytest.raises(lsim.LayersimError, match=message):
-            called(lsim.compare_grid, given, random_tokens(), analyzer, **options)
+            called(lsim.compare_grid, models_argument, random_tokens(), analyzer, **options)

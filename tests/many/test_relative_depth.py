@@ -23,10 +23,12 @@ def test_rows_and_columns_have_their_own_sites():
 
 def test_values_are_interpolated_linearly_along_their_axis():
     values = torch.randn(3, 7, dtype=torch.float64)
-    found = at_depths(values, 1, 7, 5, "column")
+    interpolated = at_depths(values, 1, 7, 5, "column")
     depth = np.linspace(0, 1, 7)
-    for row, own in zip(found, values, strict=True):
-        np.testing.assert_allclose(row, np.interp(np.linspace(0, 1, 5), depth, own), rtol=1e-12)
+
+    for row, layer_values in zip(interpolated, values, strict=True):
+        np.testing.assert_allclose(row, np.interp(np.linspace(0, 1, 5), depth, layer_values), rtol=1e-12)
+
     blocks = torch.randn(6, dtype=torch.float64)
     # Blocks have no entry at depth 0.
     np.testing.assert_allclose(

@@ -37,15 +37,18 @@ def equal(a, b):
 class TestModels:
     def test_each_report_is_that_of_analyze(self, models):
         data = lsim.Data(random_tokens(8), batch_size=4)
-        found = lsim.sweep(models, data, ANALYZERS)
-        assert list(found) == [0, 10, 1000]
-        own = lsim.analyze(models[10], data, list(ANALYZERS))
-        for name in own:
-            np.testing.assert_allclose(found[10][name].values, own[name].values, rtol=1e-12)
+        reports = lsim.sweep(models, data, ANALYZERS)
+
+        assert list(reports) == [0, 10, 1000]
+
+        step_report = lsim.analyze(models[10], data, list(ANALYZERS))
+        for name in step_report:
+            np.testing.assert_allclose(reports[10][name].values, step_report[name].values, rtol=1e-12)
 
     @pytest.mark.heavy("many models")
     def test_at_most_one_loaded_model_is_alive(self):
-        refs, most = [], []
+        refs = []
+        most = []
 
         def load(seed):
             most.append(sum(ref() is not None for ref in refs))
@@ -59,22 +62,25 @@ class TestModels:
             lsim.sweep(loaders, random_tokens(4), [*ANALYZERS, lsim.LogitLens(), lsim.BlockCoupling(k=3)])
         finally:
             gc.enable()
+
         assert most == [0, 0, 0]
         assert [ref() for ref in refs] == [None] * 3
 
     def test_a_loaded_model_is_used_as_it_is(self, models):
         before = {name: parameter.clone() for name, parameter in models[0].named_parameters()}
         mixed = lsim.sweep({"own": models[0], "other": lambda: tiny_llama(seed=1)}, random_tokens(4), ANALYZERS)
+
         assert list(mixed) == ["own", "other"]
         assert all(torch.equal(before[name], parameter) for name, parameter in models[0].named_parameters())
 
     def test_options_reach_analyze(self, models):
-        found = lsim.sweep(
+        reports = lsim.sweep(
             {1: models[0]}, lsim.Data(["w5 w6 w7 w8"], seq_len=3, tokenizer=tiny_tokenizer(), skip_first=1), "cosine"
         )
-        options = found[1]["cosine"].provenance.options
+        options = reports[1]["cosine"].provenance.options
+
         assert (options["seq_len"], options["skip_first"]) == (3, 1)
-        assert not found[1]["cosine"].has_intervals
+        assert not reports[1]["cosine"].has_intervals
 
     def test_loaders_of_the_same_weights_are_noticed(self):
         with pytest.warns(lsim.LayersimWarning, match=r"models 1, 2 of the sweep have the same weights.*functools.partial"):
@@ -84,9 +90,9 @@ class TestModels:
 class TestRefusals:
     def test_models_data_that_is_read_once_and_unknown_options(self, models):
         late = {"a": lambda: pytest.fail("a model was loaded"), "b": "org/name"}
-        for other, match in (([], r"`models`.*\[\]"), (late, "^`models`.*'org/name'.*'b'")):
+        for models_argument, match in (([], r"`models`.*\[\]"), (late, "^`models`.*'org/name'.*'b'")):
             with pytest.raises(lsim.LayersimError, match=match):
-                lsim.sweep(other, random_tokens(4), "cosine")
+                lsim.sweep(models_argument, random_tokens(4), "cosine")
         with pytest.raises(lsim.LayersimError, match=r"read only once[\s\S]*list\(data\)"):
             lsim.sweep(models, (row for row in ["w5 w6"]), "cosine")
         for name, value in {"max_length": 8, "blocking": False, "model": models[0]}.items():
@@ -116,6 +122,7 @@ class TestRefusals:
             raise OSError("no space left")
 
         monkeypatch.setattr(lsim.Report, "save", full)
+
         with pytest.raises(SweepError, match="no space left") as caught:
             lsim.sweep({0: models[0]}, random_tokens(4), ANALYZERS, checkpoint=tmp_path / "sweep")
         assert list(caught.value.reports) == [0]
@@ -132,40 +139,49 @@ class TestCheckpoint:
         whole = lsim.sweep(
             {seed: partial(load, seed) for seed in range(2)}, random_tokens(4), ANALYZERS, checkpoint=tmp_path / "new"
         )
-        again = {seed: partial(load, seed) for seed in (0, 2, 1)}
-        found = lsim.sweep(again, random_tokens(4), ANALYZERS, checkpoint=tmp_path / "new")
+        reordered = {seed: partial(load, seed) for seed in (0, 2, 1)}
+        reports = lsim.sweep(reordered, random_tokens(4), ANALYZERS, checkpoint=tmp_path / "new")
+
         assert loaded == [0, 1, 2]
-        assert list(found) == [0, 2, 1]
-        assert equal(found[1], whole[1])
-        [kept] = (tmp_path / "new").glob("model-1-*")
-        assert equal(lsim.load(kept), whole[1])
+        assert list(reports) == [0, 2, 1]
+        assert equal(reports[1], whole[1])
+
+        [report_file] = (tmp_path / "new").glob("model-1-*")
+        assert equal(lsim.load(report_file), whole[1])
         assert not list((tmp_path / "new").glob("*.partial"))
 
     @pytest.mark.heavy("many runs")
     def test_an_interrupted_model_continues_from_its_partial_sums(self, tmp_path, models, monkeypatch):
-        read, last, run = [], 3, HookedSource.run
+        batches_read = []
+        last = 3
+        run = HookedSource.run
 
         def counted(source, batch, kernels):
             # Ends like Ctrl-C after some forward passes.
             if source.module is models[10]:
-                if len(read) == last:
+                if len(batches_read) == last:
                     raise KeyboardInterrupt
-                read.append(1)
+                batches_read.append(1)
             return run(source, batch, kernels)
 
         monkeypatch.setattr(HookedSource, "run", counted)
         data = random_tokens(8)
+
         with pytest.raises(KeyboardInterrupt) as caught:
             lsim.sweep(models, lsim.Data(data, batch_size=1), ANALYZERS, checkpoint=tmp_path)
+
         notes = " ".join(caught.value.__notes__)
         assert "Model 10 is number 2 of 3. The reports of 1 model are kept in" in notes
         assert len(list(tmp_path.glob("model-10-*.partial"))) == 1
-        read, last = [], None
-        found = lsim.sweep(models, lsim.Data(data, batch_size=1), ANALYZERS, checkpoint=tmp_path)
+
+        batches_read = []
+        last = None
+        reports = lsim.sweep(models, lsim.Data(data, batch_size=1), ANALYZERS, checkpoint=tmp_path)
         # Fewer forward passes than rows: those before the interrupt are not repeated.
-        assert len(read) < 8
+        assert len(batches_read) < 8
+
         whole = lsim.analyze(models[10], lsim.Data(data, batch_size=1), ANALYZERS)
-        assert equal(found[10], whole)
+        assert equal(reports[10], whole)
 
     def test_an_interrupt_without_a_folder_says_how_to_keep_models(self, models):
         def interrupted():
@@ -183,7 +199,8 @@ class TestCheckpoint:
 
         run(batch_size=2)
         run(batch_size=2)
-        for other, match in (
+
+        for arguments, match in (
             ({"batch_size": 4}, "options: batch_size: 4"),
             ({"batch_size": 2, "intervals": True}, "intervals: True"),
             ({"batch_size": 2, "analyzers": [lsim.Cosine(), lsim.Trajectory()]}, "analyzers: cosine"),
@@ -192,7 +209,7 @@ class TestCheckpoint:
             ({"batch_size": 2, "positions": lambda ids: ids > 0}, "positions: .*lambda"),
         ):
             with pytest.raises(lsim.LayersimError, match=rf"belongs to another run[\s\S]*{match}"):
-                run(**other)
+                run(**arguments)
 
     def test_a_folder_that_cannot_be_made_is_refused(self, tmp_path, models):
         with pytest.raises(lsim.LayersimError, match=r"`checkpoint` .*does not exist"):
@@ -200,10 +217,12 @@ class TestCheckpoint:
 
     def test_names_with_signs_have_files_of_their_own(self, tmp_path, models):
         names = {"org/a b": models[0], "org_a_b": models[10]}
-        found = lsim.sweep(names, random_tokens(4), "cosine", checkpoint=tmp_path)
+        reports = lsim.sweep(names, random_tokens(4), "cosine", checkpoint=tmp_path)
+
         assert len(list(tmp_path.glob("model-org_a_b-*.safetensors"))) == 2
-        again = lsim.sweep(names, random_tokens(4), "cosine", checkpoint=tmp_path)
-        assert all(equal(found[name], again[name]) for name in names)
+
+        repeated = lsim.sweep(names, random_tokens(4), "cosine", checkpoint=tmp_path)
+        assert all(equal(reports[name], repeated[name]) for name in names)
 
     def test_digests_tell_data_apart(self):
         tokens = random_tokens(4)
@@ -228,6 +247,7 @@ class TestCheckpoint:
             [object()],
             [None],
         ]
+
         assert len({data_digest(kind) for kind in kinds}) == len(kinds)
         assert data_digest([{"b": 1, "a": 2}]) == data_digest([{"a": 2, "b": 1}])
         assert data_digest(["x"] * 1500) != data_digest(["x"] * 1501)

@@ -55,7 +55,8 @@ def rotated(model, seed: int = 5):
 def next_token_loss(logits: torch.Tensor, tokens: torch.Tensor) -> float:
     """Mean cross-entropy by the formula, in NumPy."""
     z = logits.detach().double().numpy()
-    total, count = 0.0, 0
+    total = 0.0
+    count = 0
     for row in range(z.shape[0]):
         for pos in range(z.shape[1] - 1):
             shifted = z[row, pos] - z[row, pos].max()

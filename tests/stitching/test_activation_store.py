@@ -16,10 +16,13 @@ from .helpers import QUICK, lsim_batches, rows
 class TestCache:
     @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_a_file_gives_the_same_numbers_and_goes_away(self, tmp_path, capsys):
-        front, back = tiny_llama(), tiny_llama(seed=1)
+        front = tiny_llama()
+        back = tiny_llama(seed=1)
         options = {"at": (1, 1), "adapter": "affine-norm", "fit": "sgd", "training": QUICK}
+
         in_memory = lsim.stitch(front, back, lsim.Data(rows(), batch_size=6), **options)
         in_file = lsim.stitch(front, back, lsim.Data(rows(), batch_size=6), cache=tmp_path, **options)
+
         assert torch.equal(in_memory.curve, in_file.curve)
         assert not list(tmp_path.iterdir())
         # 20 of 24 rows of 16 positions of 32 float32.

@@ -20,7 +20,8 @@ class Unread(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embed, self.head = torch.nn.Embedding(100, 32), torch.nn.Linear(32, 100)
+        self.embed = torch.nn.Embedding(100, 32)
+        self.head = torch.nn.Linear(32, 100)
         self.steps = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(2))
 
     def forward(self, tokens):
@@ -47,8 +48,9 @@ class TestRefusals:
         """Let the back return these losses, with its true gradients."""
         from tl_layersim.sources.partial_forward import LocalSplitModel
 
-        plain, losses = LocalSplitModel.loss_and_gradient, iter(values)
-        monkeypatch.setattr(LocalSplitModel, "loss_and_gradient", lambda self, *given: (next(losses), plain(self, *given)[1]))
+        plain = LocalSplitModel.loss_and_gradient
+        losses = iter(values)
+        monkeypatch.setattr(LocalSplitModel, "loss_and_gradient", lambda self, *args: (next(losses), plain(self, *args)[1]))
 
     @pytest.mark.light("10-nan")
     @pytest.mark.parametrize("bad", [math.nan, math.inf, 11.0])
@@ -56,43 +58,50 @@ class TestRefusals:
     def test_an_exploding_loss_stops_and_keeps_the_best(self, monkeypatch, bad, good):
         from tl_layersim.stitching.fitting import StitchDescent
 
-        seen, plain = {}, StitchDescent.apply
+        weights_at = {}
+        plain = StitchDescent.apply
 
         def noted(self):
             plain(self)
-            seen[self.step] = self.parameters["weight"].detach().clone()
+            weights_at[self.step] = self.parameters["weight"].detach().clone()
 
         monkeypatch.setattr(StitchDescent, "apply", noted)
         options = {"at": (0, 0), "fit": "sgd", "adapter": "affine-norm"}
         self.losses(monkeypatch, [*([5.0] * 25 + [4.0] * 25 + [4.5] * 10)[:good], bad])
         settings = lsim.stitching.StitchTraining(steps=80, warmup=10, relative=False)
-        kept = "the best adapter" if good == 60 else "the initial adapter"
-        with pytest.warns(lsim.LayersimWarning, match=rf"exploded at step {good + 1} of 80.*holds {kept}"):
+        outcome = "the best adapter" if good == 60 else "the initial adapter"
+
+        with pytest.warns(lsim.LayersimWarning, match=rf"exploded at step {good + 1} of 80.*holds {outcome}"):
             result = lsim.stitch(
                 tiny_llama(), tiny_llama(seed=1), lsim.Data(rows(), batch_size=6), training=settings, **options
             )
+
         assert result.stopped == good + 1
         assert len(result.curve) == good + 1
+
         # The best window ended with step 50; before the first one is over there is only the start, which is zero here.
-        expected = seen[50] if good == 60 else torch.zeros(32, 32)
+        expected = weights_at[50] if good == 60 else torch.zeros(32, 32)
         assert torch.equal(result.weight.float(), expected.float())
 
     @pytest.mark.heavy("seconds, where faster tests reach the same")
     @pytest.mark.parametrize("steps", [8, 60])
     def test_a_loss_that_ends_higher_is_reported_and_the_best_kept(self, steps):
-        model, tokens = tiny_llama(), rows(200)
+        model = tiny_llama()
+        tokens = rows(200)
         with torch.no_grad():
             logits = model(tokens).logits
         labels = logits.argmax(-1)
         options = {"at": (0, 0), "labels": labels}
         wild = lsim.stitching.StitchTraining(steps=steps, lr=1e5, warmup=0)
         # The initial adapter changes nothing. Losses are of all eight batches: four fifths of the rows.
-        own = torch.nn.functional.cross_entropy(logits[:160].flatten(0, 1), labels[:160].flatten())
-        match = rf"higher loss.* {float(own):.4g} \(the initial adapter\).*StitchTraining\(lr=1\)"
+        initial_loss = torch.nn.functional.cross_entropy(logits[:160].flatten(0, 1), labels[:160].flatten())
+        match = rf"higher loss.* {float(initial_loss):.4g} \(the initial adapter\).*StitchTraining\(lr=1\)"
         data = lsim.Data(tokens, batch_size=20)
+
         with pytest.warns(lsim.LayersimWarning, match=match):
             result = lsim.stitch(model, model, data, fit="sgd", adapter="affine-norm", training=wild, **options)
         start = lsim.stitch(model, model, tokens, adapter="identity", **options)
+
         assert result.loss <= start.back_loss + 1e-6
         assert result.stopped == 0
 
@@ -119,18 +128,23 @@ class TestRefusals:
 
     @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_layers_by_name(self):
-        model, other = tiny_llama(), tiny_llama(seed=1)
-        expected = lsim.stitch(model, other, rows(), at=(0, 1), adapter="identity")
+        model = tiny_llama()
+        back = tiny_llama(seed=1)
+
+        expected = lsim.stitch(model, back, rows(), at=(0, 1), adapter="identity")
+
         for at in (
             ("blocks.0.hook_resid_post", "blocks.1.hook_resid_post"),
             ("blocks.1.hook_resid_pre", "blocks.2.hook_resid_pre"),
         ):
-            assert lsim.stitch(model, other, rows(), at=at, adapter="identity").penalty == expected.penalty
+            assert lsim.stitch(model, back, rows(), at=at, adapter="identity").penalty == expected.penalty
         assert expected.layers == ("blocks.0.hook_resid_post", "blocks.1.hook_resid_post")
 
     @pytest.mark.heavy("trains three times")
     def test_half_precision(self):
-        front, back = tiny_llama(), tiny_llama(seed=1, dtype=torch.float16)
+        front = tiny_llama()
+        back = tiny_llama(seed=1, dtype=torch.float16)
+
         with pytest.raises(lsim.LayersimError, match=r"`fit`.*float16"):
             lsim.stitch(front, back, rows(), at=(0, 0), fit="sgd")
         for dtype in (torch.float16, torch.bfloat16):
@@ -139,6 +153,7 @@ class TestRefusals:
             result = lsim.stitch(tiny_llama(seed=1), model, rows(60), at=(1, 1), fit="lstsq")
             wide = lsim.stitch(tiny_llama(seed=1), tiny_llama(), rows(60), at=(1, 1), fit="lstsq")
             assert result.penalty == pytest.approx(wide.penalty, abs=0.03)
+
         trained = lsim.stitch(
             tiny_llama(seed=1),
             model,
@@ -168,6 +183,7 @@ class TestRefusals:
         wide = LlamaForCausalLM(
             LlamaConfig(hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=100)
         ).eval()
+
         with pytest.raises(lsim.LayersimError, match=r"`adapter`.*identity"):
             lsim.stitch(wide, tiny_llama(), rows(), at=(0, 0), adapter="identity")
         with pytest.raises(lsim.LayersimError, match=r"`fit` is 'sgd'.* 48 .* 32\b"):
@@ -221,8 +237,10 @@ class TestRefusals:
         broken = tiny_llama()
         with torch.no_grad():
             broken.model.layers[0].mlp.down_proj.weight.fill_(torch.nan)
+
         with pytest.warns(lsim.LayersimWarning, match=r"blocks\.1\.hook_resid_post.*\[0"):
             result = lsim.stitch(broken, tiny_llama(), rows(), at=(1, 1), adapter="identity")
+
         assert math.isnan(result.penalty)
         with pytest.raises(lsim.LayersimError, match=r"LlamaForCausalLM.*blocks\.1\.hook_resid_post"):
             lsim.stitch(broken, tiny_llama(), lsim.Data(rows(), batch_size=6), at=(1, 1), fit="lstsq")
@@ -230,14 +248,18 @@ class TestRefusals:
     def test_models_and_data_that_cannot_be_stitched(self):
         from transformers import GPT2Config, GPT2LMHeadModel
 
-        plain, other, broken = tiny_llama(), tiny_llama(seed=1), tiny_llama()
-        plain.tokenizer, other.tokenizer = tiny_tokenizer(), tiny_tokenizer(90)
+        plain = tiny_llama()
+        other_tokenizer_model = tiny_llama(seed=1)
+        broken = tiny_llama()
+        plain.tokenizer = tiny_tokenizer()
+        other_tokenizer_model.tokenizer = tiny_tokenizer(90)
         with torch.no_grad():
             broken.model.layers[2].mlp.down_proj.weight.fill_(torch.nan)
         short = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=100, n_positions=8)).eval()
         unread = lsim.open_model(Unread(), layers=["steps.0", "steps.1"])
+
         for front, back, data, at, match in (
-            (plain, other, rows(), (0, 0), r"'w9\d' has id 9\d in "),
+            (plain, other_tokenizer_model, rows(), (0, 0), r"'w9\d' has id 9\d in "),
             (tiny_gpt2(), short, rows(), (0, 0), r"\b16\b.* 8\b"),
             (short, tiny_gpt2(), rows(), (0, 0), r"\b16\b.* 8\b"),
             *((plain, plain, nothing, (0, 0), "`data`") for nothing in ([], torch.zeros(3, 1, dtype=torch.int64), [[5]])),

@@ -23,36 +23,47 @@ class TestInterrupts:
     def test_the_same_call_goes_on_with_the_same_numbers(self, tmp_path, monkeypatch, after):
         from tl_layersim.sources.partial_forward import LocalSplitModel
 
-        front, back = tiny_llama(), tiny_llama(seed=1)
-        whole = lsim.stitch(front, back, self.DATA, **self.OPTIONS)
-        plain, calls = LocalSplitModel.loss_and_gradient, []
+        front = tiny_llama()
+        back = tiny_llama(seed=1)
 
-        def interrupted(self, *given):
+        whole = lsim.stitch(front, back, self.DATA, **self.OPTIONS)
+        plain = LocalSplitModel.loss_and_gradient
+        calls = []
+
+        def interrupted(self, *args):
             if len(calls) == after:
                 raise KeyboardInterrupt
             calls.append(1)
-            return plain(self, *given)
+            return plain(self, *args)
 
         monkeypatch.setattr(LocalSplitModel, "loss_and_gradient", interrupted)
         path = tmp_path / "stitch.safetensors"
+
         with pytest.raises(KeyboardInterrupt):
             lsim.stitch(front, back, self.DATA, checkpoint=path, **self.OPTIONS)
-        again = []
-        monkeypatch.setattr(LocalSplitModel, "loss_and_gradient", lambda self, *given: again.append(1) or plain(self, *given))
+
+        steps_after = []
+        monkeypatch.setattr(
+            LocalSplitModel, "loss_and_gradient", lambda self, *args: steps_after.append(1) or plain(self, *args)
+        )
         result = lsim.stitch(front, back, self.DATA, checkpoint=path, **self.OPTIONS)
-        assert len(again) == 30 - after
+        assert len(steps_after) == 30 - after
         for name in result.tensor_fields():
             assert torch.equal(getattr(result, name), getattr(whole, name)), name
         assert result.explained == whole.explained
+
         # And what is done is not done again.
         lsim.stitch(front, back, self.DATA, checkpoint=path, **self.OPTIONS)
-        assert len(again) == 30 - after
+        assert len(steps_after) == 30 - after
 
     @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_another_call_is_refused(self, tmp_path):
-        front, back = tiny_llama(), tiny_llama(seed=1)
+        front = tiny_llama()
+        back = tiny_llama(seed=1)
         options = {**self.OPTIONS, "checkpoint": tmp_path / "stitch.safetensors"}
+
         lsim.stitch(front, back, self.DATA, **options)
+
         for change in (
             {"at": (0, 1)},
             {"training": replace(QUICK, seed=1)},
@@ -71,35 +82,46 @@ class TestInterrupts:
             lsim.stitch(front, tiny_llama(seed=2), self.DATA, **options)
 
     def test_given_adapters_are_told_apart(self, tmp_path):
-        front, back, path = tiny_llama(), tiny_llama(seed=1), tmp_path / "stitch.safetensors"
+        front = tiny_llama()
+        back = tiny_llama(seed=1)
+        path = tmp_path / "stitch.safetensors"
         weight = torch.randn(32, 32, generator=torch.Generator().manual_seed(0))
+
         lsim.stitch(
             front, back, rows(), at=(0, 0), adapter=lsim.stitching.Adapter("affine", weight, torch.zeros(32)), checkpoint=path
         )
-        for other in (
+
+        for adapter in (
             lsim.stitching.Adapter("affine", weight.T.contiguous(), torch.zeros(32)),
             lsim.stitching.Adapter("affine", weight, torch.ones(32)),
             lsim.stitching.Adapter("linear", weight),
         ):
             with pytest.raises(lsim.LayersimError, match="belongs to another run"):
-                lsim.stitch(front, back, rows(), at=(0, 0), adapter=other, checkpoint=path)
+                lsim.stitch(front, back, rows(), at=(0, 0), adapter=adapter, checkpoint=path)
 
     @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_calls_with_other_targets_or_held_out_rows_are_told_apart(self, tmp_path):
-        front, back, labels = tiny_llama(), tiny_llama(seed=1), random_tokens(20, 16, 7)
+        front = tiny_llama()
+        back = tiny_llama(seed=1)
+        labels = random_tokens(20, 16, 7)
         options = {"at": (0, 0), "adapter": "identity", "labels": "data", "checkpoint": tmp_path / "a"}
+
         lsim.stitch(front, back, {"input_ids": rows(20), "labels": labels}, **options)
+
         with pytest.raises(lsim.LayersimError, match="belongs to another run"):
             lsim.stitch(front, back, {"input_ids": rows(20), "labels": labels.flip(0)}, **options)
+
         options = {"at": (0, 0), "fit": "lstsq", "checkpoint": tmp_path / "b"}
         lsim.stitch(front, back, lsim.Data(rows(20)[:12], batch_size=4), eval_data=rows(20)[12:], **options)
         with pytest.raises(lsim.LayersimError, match="belongs to another run"):
             lsim.stitch(front, back, lsim.Data(rows(20)[:16], batch_size=4), eval_data=rows(20)[16:], **options)
+
         options = {"at": (0, 0), "adapter": "identity", "checkpoint": tmp_path / "c"}
         paths = [f"model.layers.{i}" for i in range(3)]
         lsim.stitch(lsim.open_model(front, layers=paths[:2]), back, rows(4), **options)
         with pytest.raises(lsim.LayersimError, match=r"/c .*blocks: .*blocks: "):
             lsim.stitch(lsim.open_model(front, layers=paths), back, rows(4), **options)
+
         options = {"layers": [0], "adapter": "identity", "checkpoint": tmp_path / "d"}
         lsim.stitch_grid({"a": lsim.open_model(front, layers=paths[:2]), "b": back}, rows(4), **options)
         with pytest.raises(lsim.LayersimError, match="belongs to another run"):
@@ -109,19 +131,24 @@ class TestInterrupts:
     def test_names_of_any_kind(self, tmp_path):
         models = {name: tiny_llama(seed=seed) for seed, name in enumerate(["org/a", "b>c", "org/a>b", "c@1"])}
         options = {"layers": [0], "adapter": "identity"}
+
         plain = lsim.stitch_grid(models, rows(4), **options)
+
         for _ in range(2):
-            kept = lsim.stitch_grid(models, rows(4), checkpoint=tmp_path / "grid", **options)
-            assert torch.equal(kept.values, plain.values)
+            checkpointed = lsim.stitch_grid(models, rows(4), checkpoint=tmp_path / "grid", **options)
+            assert torch.equal(checkpointed.values, plain.values)
 
     @pytest.mark.heavy("many trainings")
     def test_trouble_after_the_training_loses_nothing(self, tmp_path, monkeypatch):
         from tl_layersim.stitching.stitch import StitchExperiment
 
-        front, back, path = tiny_llama(), tiny_llama(seed=1), tmp_path / "stitch.safetensors"
+        front = tiny_llama()
+        back = tiny_llama(seed=1)
+        path = tmp_path / "stitch.safetensors"
+
         whole = lsim.stitch(front, back, self.DATA, **self.OPTIONS)
 
-        def interrupted(*given):
+        def interrupted(*args):
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
@@ -132,6 +159,7 @@ class TestInterrupts:
 
         monkeypatch.setattr(LocalSplitModel, "loss_and_gradient", interrupted)
         monkeypatch.setattr("tl_layersim.stitching.stitch.least_squares", interrupted)
+
         assert lsim.stitch(front, back, self.DATA, checkpoint=path, **self.OPTIONS).penalty == whole.penalty
 
     def test_unusable_held_out_data_is_refused_before_the_work(self, tmp_path, monkeypatch):
@@ -139,10 +167,12 @@ class TestInterrupts:
 
         calls = []
         plain = LocalSplitModel.loss_and_gradient
-        monkeypatch.setattr(LocalSplitModel, "loss_and_gradient", lambda self, *given: calls.append(1) or plain(self, *given))
+        monkeypatch.setattr(LocalSplitModel, "loss_and_gradient", lambda self, *args: calls.append(1) or plain(self, *args))
         bad = random_tokens(4, 16)
         bad[-1, -1] = 5000
-        data, held_out = {"input_ids": rows()}, {"input_ids": random_tokens(4, 16, 3), "labels": bad}
+        data = {"input_ids": rows()}
+        held_out = {"input_ids": random_tokens(4, 16, 3), "labels": bad}
+
         with pytest.raises(lsim.LayersimError, match=r"`labels`.*5000"):
             lsim.stitch(
                 tiny_llama(), tiny_llama(seed=1), lsim.Data({**data, "labels": rows().flip(1)}, batch_size=4), at=(0, 0),
@@ -158,20 +188,24 @@ class TestInterrupts:
         models = {"a": tiny_llama(), "b": tiny_llama(seed=1)}
         options = {"layers": [0, 2], "fit": "sgd", "training": lsim.stitching.StitchTraining(steps=4, warmup=1)}
         data = lsim.Data(rows(), batch_size=2)
-        whole = lsim.stitch_grid(models, data, **options)
-        plain, calls = LocalSplitModel.loss_and_gradient, []
 
-        def interrupted(self, *given):
+        whole = lsim.stitch_grid(models, data, **options)
+        plain = LocalSplitModel.loss_and_gradient
+        calls = []
+
+        def interrupted(self, *args):
             if len(calls) == 18:
                 raise KeyboardInterrupt
             calls.append(1)
-            return plain(self, *given)
+            return plain(self, *args)
 
         monkeypatch.setattr(LocalSplitModel, "loss_and_gradient", interrupted)
         path = tmp_path / "grid.safetensors"
+
         with pytest.raises(KeyboardInterrupt):
             lsim.stitch_grid(models, data, checkpoint=path, **options)
-        monkeypatch.setattr(LocalSplitModel, "loss_and_gradient", lambda self, *given: calls.append(1) or plain(self, *given))
+
+        monkeypatch.setattr(LocalSplitModel, "loss_and_gradient", lambda self, *args: calls.append(1) or plain(self, *args))
         result = lsim.stitch_grid(models, data, checkpoint=path, **options)
         assert len(calls) == 8 * 4
         for name in result.tensor_fields():

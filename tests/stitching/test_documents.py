@@ -26,11 +26,11 @@ def batches_of(documents: list[tuple[int, int]], size: int = 3) -> list[Batch]:
 
 
 def split(documents: list[tuple[int, int]], size: int = 3) -> tuple[list[int], list[int]]:
-    fit, evaluation = (
-        [int(row[1]) - 10 for batch in part for row in batch.tokens]
-        for part in _split_between_texts(batches_of(documents, size))
-    )
-    return fit, evaluation
+    def row_numbers(batches) -> list[int]:
+        return [int(row[1]) - 10 for batch in batches for row in batch.tokens]
+
+    fit, evaluation = _split_between_texts(batches_of(documents, size))
+    return row_numbers(fit), row_numbers(evaluation)
 
 
 @pytest.mark.covering
@@ -57,6 +57,7 @@ def test_a_packed_row_with_the_end_of_a_document_of_the_fit_is_left_out():
     documents = [sum(end < row for end in ends) for row in range(12)]
     fit, evaluation = split([(documents[row], documents[row] + (row in ends)) for row in range(12)])
     inside = [{documents[row], documents[row] + (row in ends)} for row in range(12)]
+
     assert not set().union(*(inside[row] for row in fit)) & set().union(*(inside[row] for row in evaluation))
     assert fit
     assert evaluation
@@ -69,13 +70,16 @@ def test_one_document_is_split_with_a_warning():
 
 def test_the_interval_is_over_texts_and_few_are_warned_of():
     """Rows of one text are summed before blocks are made; another choice of texts changes the interval alone."""
-    front, back = tiny_llama(), tiny_llama(seed=1)
+    front = tiny_llama()
+    back = tiny_llama(seed=1)
     tokens = random_tokens(12, 7)
     groups = [0, 0, 1, 1, 1, 2, 3, 3, 4, 5, 5, 6]
+
     with pytest.warns(lsim.LayersimWarning, match=r"7 texts \(12 rows\)"):
         grouped = lsim.stitch(front, back, lsim.Data(tokens, groups=groups), at=(0, 0), adapter="identity")
     with pytest.warns(lsim.LayersimWarning, match="12 texts"):
         alone = lsim.stitch(front, back, tokens, at=(0, 0), adapter="identity")
+
     assert grouped.provenance.texts == len(grouped.text_loss) == 7
     for name in ("text_loss", "text_tokens", "text_back_loss", "text_correct"):
         expected = torch.zeros(7, dtype=torch.float64).index_add_(0, torch.tensor(groups), getattr(alone, name))
@@ -85,8 +89,10 @@ def test_the_interval_is_over_texts_and_few_are_warned_of():
 
 
 def test_a_fit_with_other_texts_does_not_continue(tmp_path):
-    front, back = tiny_llama(), tiny_llama(seed=1)
+    front = tiny_llama()
+    back = tiny_llama(seed=1)
     columns = {"input_ids": random_tokens(12, 7)}
+
     for documents in ([0] * 4 + list(range(8)), list(range(8)) + [7] * 4):
         data = lsim.Data(columns | {"document": documents}, groups="document")
         options = {"at": (0, 0), "adapter": "identity", "checkpoint": tmp_path / "x"}

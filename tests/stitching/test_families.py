@@ -14,13 +14,16 @@ from .helpers import rows
 @pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_can_be_entered_at_every_layer(name):
-    model, other = family(name), family(name, 1)
+    model = family(name)
+    second = family(name, 1)
     masked = "Masked" in type(model).__name__
-    more = {"labels": rows(4, 10).roll(1, 1)} if masked else {}
+    options = {"labels": rows(4, 10).roll(1, 1)} if masked else {}
+
     for layer in open_split_model(model).model.layers:
-        same = lsim.stitch(model, model, rows(4, 10), at=(layer, layer), adapter="identity", **more)
-        assert same.penalty == 0.0
-        assert lsim.stitch(other, model, rows(4, 10), at=(layer, layer), adapter="identity", **more).penalty != 0.0
+        identical = lsim.stitch(model, model, rows(4, 10), at=(layer, layer), adapter="identity", **options)
+        assert identical.penalty == 0.0
+        assert lsim.stitch(second, model, rows(4, 10), at=(layer, layer), adapter="identity", **options).penalty != 0.0
+
     ragged = {"input_ids": [rows(4, 10)[i, : 10 - i].tolist() for i in range(4)]}
     if not masked:
         assert lsim.stitch(model, model, ragged, at=(0, 0), adapter="identity").penalty == 0.0

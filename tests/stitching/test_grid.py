@@ -28,19 +28,20 @@ class TestGrid:
         for i, a in enumerate(models):
             for j, b in enumerate(models):
                 for s in (0, 2):
-                    one = lsim.stitch(models[a], models[b], lsim.Data(rows(80), batch_size=4), at=(s, s), fit="lstsq")
-                    assert float(grid.penalty[i, j, s]) == one.penalty
-                    assert float(grid.loss[i, j, s]) == one.loss
-                    assert (float(grid.low[i, j, s]), float(grid.high[i, j, s])) == tuple(one.penalty_interval())[1:]
-                    assert float(grid.accuracy_penalty[i, j, s]) == one.accuracy_penalty
+                    pair_result = lsim.stitch(models[a], models[b], lsim.Data(rows(80), batch_size=4), at=(s, s), fit="lstsq")
+                    assert float(grid.penalty[i, j, s]) == pair_result.penalty
+                    assert float(grid.loss[i, j, s]) == pair_result.loss
+                    assert (float(grid.low[i, j, s]), float(grid.high[i, j, s])) == tuple(pair_result.penalty_interval())[1:]
+                    assert float(grid.accuracy_penalty[i, j, s]) == pair_result.accuracy_penalty
 
     def test_asymmetry(self, grid):
-        found = grid.penalty_difference(("a", "b"), ("b", "a"))
-        np.testing.assert_allclose(found["difference"], grid.penalty[0, 1] - grid.penalty[1, 0], atol=1e-12)
-        assert (found["difference_low"] <= found["difference"]).all()
-        assert (found["difference"] <= found["difference_high"]).all()
+        difference = grid.penalty_difference(("a", "b"), ("b", "a"))
+        np.testing.assert_allclose(difference["difference"], grid.penalty[0, 1] - grid.penalty[1, 0], atol=1e-12)
+        assert (difference["difference_low"] <= difference["difference"]).all()
+        assert (difference["difference"] <= difference["difference_high"]).all()
+
         swapped = grid.penalty_difference(("b", "a"), ("a", "b"))
-        np.testing.assert_allclose(swapped["difference"], -found["difference"], atol=1e-12)
+        np.testing.assert_allclose(swapped["difference"], -difference["difference"], atol=1e-12)
         with pytest.raises(lsim.LayersimError, match="'c'"):
             grid.penalty_difference(("a", "c"), ("c", "a"))
 
@@ -49,14 +50,16 @@ class TestGrid:
         # Trained, so that models with themselves do not come out at zero.
         options = {"layers": [0, 1], "fit": "sgd", "adapter": "affine-norm", "training": QUICK}
         grid = lsim.stitch_grid(models, lsim.Data(rows(40), batch_size=8), **options)
+
         assert grid.penalty[0, 0].abs().min() > 1e-3
-        own = [trace for trace in grid.plot().data if trace.name in ("a into a", "b into b")]
-        assert len({trace.marker.symbol for trace in own}) == len({trace.line.dash for trace in own}) == 2
+
+        self_traces = [trace for trace in grid.plot().data if trace.name in ("a into a", "b into b")]
+        assert len({trace.marker.symbol for trace in self_traces}) == len({trace.line.dash for trace in self_traces}) == 2
         for front, back, a, b in (("a", "b", 0, 1), ("b", "a", 1, 0)):
-            found = grid.penalty_difference((front, back), (back, back))
-            np.testing.assert_allclose(found["difference"], grid.penalty[a, b] - grid.penalty[b, b])
-            assert (found["difference_low"] < found["difference"]).all()
-            assert (found["difference"] < found["difference_high"]).all()
+            difference = grid.penalty_difference((front, back), (back, back))
+            np.testing.assert_allclose(difference["difference"], grid.penalty[a, b] - grid.penalty[b, b])
+            assert (difference["difference_low"] < difference["difference"]).all()
+            assert (difference["difference"] < difference["difference_high"]).all()
 
     @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_tables_plots_and_files(self, grid, tmp_path):
@@ -65,6 +68,7 @@ class TestGrid:
         assert {"front", "back", "seam", "penalty", "low", "high", "loss", "back_loss", "accuracy_penalty"} <= set(
             table.columns
         )
+
         figure = grid.plot()
         lines = [trace.name for trace in figure.data if trace.name]
         assert lines == ["a into b", "b into a", "a into a", "b into b"]
@@ -74,8 +78,10 @@ class TestGrid:
         assert grid.plot("accuracy_penalty").data[0].fill == "toself"
         np.testing.assert_allclose(grid.plot("loss").data[0].y, grid.loss[0, 1])
         assert figure.layout.title.subtitle.text.startswith("affine adapter, fitted by lstsq · ")
-        again = lsim.load(grid.save(tmp_path / "grid.safetensors"))
-        assert torch.equal(again.values, grid.values)
+
+        loaded = lsim.load(grid.save(tmp_path / "grid.safetensors"))
+        assert torch.equal(loaded.values, grid.values)
+
         page = lsim.Report({"stitches": grid}).to_html(tmp_path / "page.html").read_text()
         assert "Stitching penalty" in page
 
@@ -84,9 +90,10 @@ class TestGrid:
         mixed = {"a": models["a"], "deep": tiny_llama(5, seed=2)}
         with pytest.raises(lsim.LayersimError, match=r"`layers`.*3 layers for a, 5 layers for deep"):
             lsim.stitch_grid(mixed, rows(), adapter="identity")
+
         grid = lsim.stitch_grid(mixed, rows(), adapter="identity", layers={"a": [0, 2], "deep": [1, 4]})
-        one = lsim.stitch(mixed["deep"], mixed["a"], rows(), at=(1, 0), adapter="identity")
-        assert float(grid.penalty[1, 0, 0]) == one.penalty
+        pair_result = lsim.stitch(mixed["deep"], mixed["a"], rows(), at=(1, 0), adapter="identity")
+        assert float(grid.penalty[1, 0, 0]) == pair_result.penalty
         assert grid.seams[0] == "a blocks.0.hook_resid_post, deep blocks.1.hook_resid_post"
         assert grid.penalty[0, 0].abs().max() == 0
 

@@ -51,13 +51,15 @@ def test_a_row_has_the_logits_of_the_row_alone(front, back):
     model = stitched(front(), back())
     ids, mask = left(ROWS)
     with torch.no_grad():
-        found = model(ids, attention_mask=mask).logits
+        logits = model(ids, attention_mask=mask).logits
         for i, row in enumerate(ROWS):
-            assert torch.allclose(found[i, -len(row) :], model(row[None]).logits[0], atol=1e-4)
-    said = model.generate(ids, attention_mask=mask, max_new_tokens=4, min_new_tokens=4, do_sample=False, pad_token_id=0)
+            assert torch.allclose(logits[i, -len(row) :], model(row[None]).logits[0], atol=1e-4)
+
+    generated = model.generate(ids, attention_mask=mask, max_new_tokens=4, min_new_tokens=4, do_sample=False, pad_token_id=0)
+
     for i, row in enumerate(ROWS):
         alone = model.generate(row[None], max_new_tokens=4, min_new_tokens=4, do_sample=False, pad_token_id=0)
-        assert said[i, -4:].tolist() == alone[0, -4:].tolist()
+        assert generated[i, -4:].tolist() == alone[0, -4:].tolist()
 
 
 @pytest.mark.filterwarnings("ignore::tl_layersim.LayersimWarning")
@@ -65,9 +67,11 @@ def test_a_row_has_the_logits_of_the_row_alone(front, back):
 def test_models_that_run_through_padding_are_refused(at_front):
     model = stitched(rwkv(), tiny_llama()) if at_front else stitched(tiny_llama(), rwkv())
     ids, mask = left(ROWS)
+
     with pytest.raises(lsim.LayersimError, match=r"`attention_mask`.*left"), torch.no_grad():
         model(ids, attention_mask=mask)
-    right, ahead = ids.flip(1), mask.flip(1)
+    right = ids.flip(1)
+    ahead = mask.flip(1)
     with torch.no_grad():
-        found = model(right, attention_mask=ahead).logits
-        assert torch.allclose(found[1, :5], model(ROWS[1].flip(0)[None]).logits[0], atol=1e-4)
+        logits = model(right, attention_mask=ahead).logits
+        assert torch.allclose(logits[1, :5], model(ROWS[1].flip(0)[None]).logits[0], atol=1e-4)

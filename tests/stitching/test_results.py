@@ -28,15 +28,15 @@ class TestResult:
         )
 
     def test_comes_back_from_a_file(self, result, tmp_path):
-        again = lsim.load(result.save(tmp_path / "stitch.safetensors"))
-        assert again.penalty == result.penalty
-        assert again.penalty_interval(0.9) == result.penalty_interval(0.9)
-        assert torch.equal(again.adapter.weight, result.adapter.weight)
-        assert again.provenance == result.provenance
+        loaded = lsim.load(result.save(tmp_path / "stitch.safetensors"))
+        assert loaded.penalty == result.penalty
+        assert loaded.penalty_interval(0.9) == result.penalty_interval(0.9)
+        assert torch.equal(loaded.adapter.weight, result.adapter.weight)
+        assert loaded.provenance == result.provenance
         with pytest.raises(lsim.LayersimError, match="`model`"):
-            _ = again.model
+            _ = loaded.model
         tokens = rows(3, 8)
-        joined = lsim.stitch(tiny_llama(), tiny_llama(seed=1), tokens, at=(1, 0), adapter=again.adapter)
+        joined = lsim.stitch(tiny_llama(), tiny_llama(seed=1), tokens, at=(1, 0), adapter=loaded.adapter)
         with torch.no_grad():
             assert torch.equal(joined.model(tokens).logits, result.model(tokens).logits)
 
@@ -44,6 +44,7 @@ class TestResult:
         assert result.model is result.model
         assert "join" not in repr(result)
         assert "join" not in {field.name for field in dataclasses.fields(result)}
+
         header, _ = file_format.read(result.save(tmp_path / "stitch.safetensors"), ("result",))
         assert "join" not in header["fields"]
 
@@ -52,14 +53,18 @@ class TestResult:
         table = result.to_frame()
         assert list(table.columns) == ["step", "curve"]
         assert len(table) == 60
+
         each_text = result.to_frame("text_loss")
         assert list(each_text.columns) == ["evaluation_text", "text_loss"]
+
         names = [trace.name for trace in result.plot().data]
         np.testing.assert_allclose(result.plot().data[0].y, result.curve)
         assert f"back alone, held-out: {result.back_loss:.3f}" in names
         assert all(f"{number:.4g}" in result.finding() for number in result.penalty_interval())
-        [each] = [trace.y for trace in result.plot("penalty").data if trace.name == "each text"]
-        np.testing.assert_allclose(each, (result.text_loss - result.text_back_loss) / result.text_tokens)
+
+        [per_text] = [trace.y for trace in result.plot("penalty").data if trace.name == "each text"]
+        np.testing.assert_allclose(per_text, (result.text_loss - result.text_back_loss) / result.text_tokens)
+
         plain = lsim.stitch(tiny_llama(), tiny_llama(seed=1), rows(), at=(1, 0), adapter="identity")
         assert [len(trace.y) for trace in plain.plot().data if trace.name == "each text"] == [len(plain.text_tokens)]
         assert "nats per token" in plain.plot().layout.yaxis.title.text

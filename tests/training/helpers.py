@@ -125,22 +125,23 @@ def equal(a: AlignedAdapters, b: AlignedAdapters) -> bool:
 def hooked(module, at, down, up):
     """H + (h A') B' by torch hooks, and what left each block."""
     blocks = module.model.layers if hasattr(module, "model") else module.transformer.h
-    seen = []
+    captured = []
 
     def hook(number):
         def change(_module, _args, output):
             h = output[0] if isinstance(output, tuple) else output
             if number in at:
-                a, b = down[at.index(number)], up[at.index(number)]
+                a = down[at.index(number)]
+                b = up[at.index(number)]
                 h = h + (h @ a.T) @ b.T
-            seen.append(h)
+            captured.append(h)
             return (h, *output[1:]) if isinstance(output, tuple) else h
 
         return change
 
     handles = [block.register_forward_hook(hook(number)) for number, block in enumerate(blocks)]
     try:
-        yield seen
+        yield captured
     finally:
         for handle in handles:
             handle.remove()
@@ -154,12 +155,12 @@ def cut_after(count, monkeypatch, then=lambda: None):
     """Ends a training after so many steps."""
     plain = AdapterSteps.requests
 
-    def run(self, total, item_of, parts, *rest, **more):
-        for done, found in enumerate(plain(self, total, item_of, parts, *rest, **more)):
-            if "up mean" in parts and done == count and item_of(0)["rate"] is not None:
+    def run(self, total, item_of, parts, *args, **kwargs):
+        for finished, item in enumerate(plain(self, total, item_of, parts, *args, **kwargs)):
+            if "up mean" in parts and finished == count and item_of(0)["rate"] is not None:
                 then()
                 raise Stop
-            yield found
+            yield item
 
     monkeypatch.setattr(AdapterSteps, "requests", run)
 

@@ -27,10 +27,11 @@ def test_a_rising_loss_is_said():
 def test_what_diverges_is_refused(monkeypatch):
     plain = low_rank_adapters.adamw_step
 
-    def stepped(*given):
-        return {name: value * math.inf for name, value in plain(*given).items()}
+    def stepped(*args):
+        return {name: value * math.inf for name, value in plain(*args).items()}
 
     monkeypatch.setattr(low_rank_adapters, "adamw_step", stepped)
+
     with pytest.raises(LayersimError, match=r"diverged.*0.0003"):
         train(traced(), lr=0.003)
 
@@ -69,20 +70,24 @@ def test_what_cannot_be_done_is_refused(options, words):
 def test_models_that_cannot_be_trained_through_are_refused():
     with pytest.raises(LayersimError, match=r"`model`.*LlamaForCausalLM.*finetune_aligned"):
         train(tiny_llama())
+
     stitched = lsim.stitch(tiny_llama(), tiny_llama(), random_tokens(4, 8), at=(0, 0), adapter="identity").model
     with pytest.raises(LayersimError, match=r"`model`.*StitchedModel"):
         train(stitched)
     with pytest.raises(LayersimError, match=r"`model`.*float16"):
         train(traced(tiny_llama(dtype=torch.float16)))
+
     from nnsight import NNsight
 
     with pytest.raises(LayersimError, match="has no known head"):
         train(NNsight(tiny_llama().model))
-    found = train(traced())
+
+    result = train(traced())
     gpt2 = traced(tiny_gpt2())
     with pytest.raises(Exception, match="model"), gpt2.trace(random_tokens(1, 4)):
-        found.apply(gpt2)
-    narrow = replace(found, down=found.down[..., :8], up=found.up[:, :8])
+        result.apply(gpt2)
+
+    narrow = replace(result, down=result.down[..., :8], up=result.up[:, :8])
     model = traced()
     with pytest.raises(Exception, match="4x32 and 8x3"), model.trace(random_tokens(1, 4)):
         narrow.apply(model)

@@ -33,20 +33,26 @@ def test_a_label_beyond_the_vocabulary_is_refused(make, label):
     tokens = random_tokens(1, 6)
     labels = torch.full((1, 6), -100)
     labels[0, 2:4] = torch.tensor([99, label])
+
     with pytest.raises(lsim.LayersimError, match="99"):
         lsim.training.aligned_loss(make(), tokens, labels)
+
     labels[0, 2:4] = torch.tensor([0, 99])
     assert lsim.training.aligned_loss(make(), tokens, labels).isfinite()
 
 
 def test_three_labels_that_are_their_own_tokens_are_no_coincidence():
-    model, tokens = tiny_llama(), random_tokens(1, 6)
+    model = tiny_llama()
+    tokens = random_tokens(1, 6)
     labels = torch.full((1, 6), -100)
     labels[0, 1:3] = tokens[0, 1:3]
+
     assert lsim.training.aligned_loss(model, tokens, labels).isfinite()
+
     labels[0, 3] = tokens[0, 3]
     with pytest.raises(lsim.LayersimError, match=r"^`labels` .*`labels`"):
         lsim.training.aligned_loss(model, tokens, labels)
+
     labels[0, 3] = tokens[0, 3] - 1
     assert lsim.training.aligned_loss(model, tokens, labels).isfinite()
 
@@ -55,20 +61,29 @@ def test_three_labels_that_are_their_own_tokens_are_no_coincidence():
 @pytest.mark.parametrize("argument", ["data", "held out", "eval_data", "labels"])
 @pytest.mark.parametrize("wrong", [4, -1])
 def test_a_class_that_the_head_does_not_have_is_refused_before_the_first_step(argument, wrong):
-    model, pixels, labels = vit(labels=4), torch.randn(40, 3, 8, 8), torch.arange(40) % 4
+    model = vit(labels=4)
+    pixels = torch.randn(40, 3, 8, 8)
+    labels = torch.arange(40) % 4
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    other, where = labels.clone(), {"held out": 39, "eval_data": 5}.get(argument, 7)
-    other[where] = wrong
-    data, options = {"pixel_values": pixels, "labels": other}, {}
+    wrong_labels = labels.clone()
+    where = {"held out": 39, "eval_data": 5}.get(argument, 7)
+    wrong_labels[where] = wrong
+    data = {"pixel_values": pixels, "labels": wrong_labels}
+    options = {}
     if argument == "labels":
-        data, options = pixels, {"labels": other}
+        data = pixels
+        options = {"labels": wrong_labels}
     elif argument == "eval_data":
-        data, options = {"pixel_values": pixels, "labels": labels}, {"eval_data": data}
-    lowest, highest = min(0, wrong), max(3, wrong)
+        options = {"eval_data": data}
+        data = {"pixel_values": pixels, "labels": labels}
+    lowest = min(0, wrong)
+    highest = max(3, wrong)
     named = "`labels` of `eval_data`" if argument == "eval_data" else "`labels`"
     words = rf"{named} .*from {lowest} to {highest}.*0 to 3"
+
     with pytest.raises(lsim.LayersimError, match=words):
         lsim.finetune_aligned(model, lsim.Data(data, batch_size=2), lsim.AlignedTraining(steps=8, lr=1e-2), **options)
+
     after = model.state_dict()
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
@@ -77,7 +92,9 @@ def test_rows_without_a_label_are_no_class():
     labels = torch.arange(12) % 4
     labels[::3] = -100
     data = {"pixel_values": torch.randn(12, 3, 8, 8), "labels": labels}
+
     result = lsim.finetune_aligned(vit(labels=4), lsim.Data(data, batch_size=4), lsim.AlignedTraining(steps=2))
+
     assert result.provenance.options["train_rows"] == 7
     assert result.plot("loss").layout.title.subtitle.text.endswith(" · 7 training rows")
     assert result.plot().layout.title.subtitle.text.endswith(f" · {result.provenance.tokens} held-out row")

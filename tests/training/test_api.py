@@ -20,11 +20,12 @@ class TestRun:
         tokens = random_tokens(10, 7)
         training = lsim.AlignedTraining(steps=5, lr=1e-2, warmup=2, weight_decay=0.1, clip=0.5, seed=3)
         model = tiny_llama().double()
+
         result = lsim.finetune_aligned(model, lsim.Data(tokens, batch_size=2), training)
-        other = tiny_llama().double()
+        twin = tiny_llama().double()
         groups = [
-            {"params": [p for p in other.parameters() if p.dim() > 1], "weight_decay": 0.1},
-            {"params": [p for p in other.parameters() if p.dim() <= 1], "weight_decay": 0.0},
+            {"params": [p for p in twin.parameters() if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in twin.parameters() if p.dim() <= 1], "weight_decay": 0.0},
         ]
         optimiser = torch.optim.AdamW(groups, lr=1e-2)
         train = tokens[:9]
@@ -33,25 +34,27 @@ class TestRun:
             orders = [torch.randperm(9, generator=torch.Generator().manual_seed(3 * 1_000_003 + turn)) for turn in range(2)]
             rows = train[torch.cat(orders)[step * 2 : step * 2 + 2]]
             weights = [0, 0, 1] if step % 2 == 0 else layer_weights("linear", 3)
-            loss = naive(other, rows, next_of(rows), weights)
+            loss = naive(twin, rows, next_of(rows), weights)
             optimiser.zero_grad()
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(other.parameters(), 0.5)
+            torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
             for group in optimiser.param_groups:
                 group["lr"] = 1e-2 * ((step + 1) / 2 if step < 2 else (5 - step) / 3)
             optimiser.step()
             curve.append(float(loss.detach()))
+
         assert result.loss.tolist() == pytest.approx(curve, rel=1e-7)
-        torch.testing.assert_close(weights_of(model), weights_of(other), rtol=1e-4, atol=1e-5)
-        held = tokens[9:]
-        hidden = other(held, output_hidden_states=True).hidden_states
+        torch.testing.assert_close(weights_of(model), weights_of(twin), rtol=1e-4, atol=1e-5)
+
+        held_out = tokens[9:]
+        hidden = twin(held_out, output_hidden_states=True).hidden_states
         for layer in (1, 2, 3):
-            x = hidden[layer] if layer == 3 else other.model.norm(hidden[layer])
-            logits = other.lm_head(x)[:, :-1].flatten(0, 1)
+            x = hidden[layer] if layer == 3 else twin.model.norm(hidden[layer])
+            logits = twin.lm_head(x)[:, :-1].flatten(0, 1)
             assert float(result.values[-1, layer - 1]) == pytest.approx(
-                float(CE(logits, held[:, 1:].flatten()).detach()), rel=1e-6
+                float(CE(logits, held_out[:, 1:].flatten()).detach()), rel=1e-6
             )
-            right = (logits.argmax(-1) == held[:, 1:].flatten()).double().mean()
+            right = (logits.argmax(-1) == held_out[:, 1:].flatten()).double().mean()
             assert float(result.accuracy[-1, layer - 1]) == pytest.approx(float(right))
 
     def test_looks_are_before_in_between_and_after(self):
@@ -70,29 +73,33 @@ class TestRun:
         model.transformer.h[1].train()
         modes = {name: part.training for name, part in model.named_modules()}
         lsim.finetune_aligned(model, lsim.Data(random_tokens(10, 6), batch_size=2), SHORT)
+
         assert {name: part.training for name, part in model.named_modules()} == modes
         assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
         assert all(p.grad is None for p in model.parameters())
 
     def test_the_result_survives_a_file(self, tmp_path):
         result = lsim.finetune_aligned(tiny_llama(), lsim.Data(random_tokens(10, 6), batch_size=2), SHORT)
-        again = lsim.load(result.save(tmp_path / "run.safetensors"))
-        assert torch.equal(again.values, result.values)
-        assert again.looks == result.looks
-        assert again.provenance == result.provenance
+        loaded = lsim.load(result.save(tmp_path / "run.safetensors"))
+
+        assert torch.equal(loaded.values, result.values)
+        assert loaded.looks == result.looks
+        assert loaded.provenance == result.provenance
 
     def test_dropout_depends_on_the_seed_alone(self):
-        found = []
+        losses = []
         for noise in (1, 2):
             torch.manual_seed(noise)
-            found.append(
+            losses.append(
                 lsim.finetune_aligned(dropping(tiny_gpt2()), lsim.Data(random_tokens(10, 6), batch_size=2), SHORT).loss
             )
-        assert torch.equal(found[0], found[1])
-        other = lsim.finetune_aligned(
+
+        assert torch.equal(losses[0], losses[1])
+
+        other_seed = lsim.finetune_aligned(
             dropping(tiny_gpt2()), lsim.Data(random_tokens(10, 6), batch_size=2), replace(SHORT, seed=1)
         ).loss
-        assert not torch.equal(found[0], other)
+        assert not torch.equal(losses[0], other_seed)
 
     def test_a_loss_that_is_not_finite_ends_the_run(self):
         with pytest.raises(lsim.LayersimError, match=r"The loss is .* at step"):
@@ -103,8 +110,10 @@ class TestRun:
     def test_texts_labels_and_data_that_cannot_be_parted(self):
         model = tiny_llama()
         texts = ["w3 w4 w5 w6", "w7 w8 w9"] * 4
-        found = lsim.finetune_aligned(model, lsim.Data(texts, tokenizer=tiny_tokenizer(), batch_size=2), SHORT)
-        assert found.provenance.options["train_rows"] == 7
+
+        result = lsim.finetune_aligned(model, lsim.Data(texts, tokenizer=tiny_tokenizer(), batch_size=2), SHORT)
+
+        assert result.provenance.options["train_rows"] == 7
         with pytest.raises(lsim.LayersimError, match=r"`data`.* 1 .*eval_data="):
             lsim.finetune_aligned(model, random_tokens(1, 6), SHORT)
         with pytest.raises(lsim.LayersimError, match=r"`data` .*no position"):
@@ -113,17 +122,21 @@ class TestRun:
     def test_raw_data_is_read_eight_rows_at_a_time(self):
         tokens = random_tokens(20, 6)
         raw = lsim.finetune_aligned(tiny_llama(), tokens, SHORT)
-        said = lsim.finetune_aligned(tiny_llama(), lsim.Data(tokens, batch_size=8), SHORT)
-        assert torch.equal(raw.loss, said.loss)
-        assert raw.provenance.options == said.provenance.options
+        tokenised = lsim.finetune_aligned(tiny_llama(), lsim.Data(tokens, batch_size=8), SHORT)
+
+        assert torch.equal(raw.loss, tokenised.loss)
+        assert raw.provenance.options == tokenised.provenance.options
         assert raw.provenance.options["batch_size"] == 8
 
     def test_positions_without_a_target(self):
-        tokens, labels = random_tokens(20, 6), torch.full((20, 6), -100)
+        tokens = random_tokens(20, 6)
+        labels = torch.full((20, 6), -100)
         labels[:, 2:4] = random_tokens(20, 2, seed=1)
+
         expected = lsim.finetune_aligned(tiny_llama(), lsim.Data({"input_ids": tokens, "labels": labels}), SHORT, labels="data")
         labels[:, 4:] = 3
         data = lsim.Data({"input_ids": tokens, "labels": labels}, positions=slice(2, 4))
+
         assert torch.equal(lsim.finetune_aligned(tiny_llama(), data, SHORT, labels="data").loss, expected.loss)
         with pytest.raises(lsim.LayersimError, match="`positions` is 'mean'"):
             lsim.finetune_aligned(tiny_llama(), lsim.Data(tokens, positions="mean"), SHORT)

@@ -24,7 +24,9 @@ class TestClassifiers:
             rows.append({"input_ids": row.tolist(), "label": label})
         model = bert()
         training = lsim.AlignedTraining(steps=120, lr=5e-3, schedule="always")
+
         result = lsim.finetune_aligned(model, lsim.Data(rows[:45], batch_size=15), training, eval_data=rows[45:])
+
         assert result.unit == "row"
         assert result.provenance.tokens == 15
         assert float(result.accuracy[-1].min()) > 0.9
@@ -39,8 +41,10 @@ class TestClassifiers:
             pixels[i, :, (label // 2) * 4 : (label // 2) * 4 + 4, (label % 2) * 4 : (label % 2) * 4 + 4] += 2
         training = lsim.AlignedTraining(steps=80, lr=5e-3, schedule="always")
         data = {"pixel_values": pixels[:600], "labels": labels[:600]}
-        held = {"pixel_values": pixels[600:], "labels": labels[600:]}
-        result = lsim.finetune_aligned(vit(), lsim.Data(data, batch_size=16), training, eval_data=held)
+        held_out = {"pixel_values": pixels[600:], "labels": labels[600:]}
+
+        result = lsim.finetune_aligned(vit(), lsim.Data(data, batch_size=16), training, eval_data=held_out)
+
         assert float(result.accuracy[-1].min()) > 0.9
 
     def test_images_without_labels_are_refused(self):
@@ -61,11 +65,13 @@ class TestClassifiers:
         config = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, vocab_size=100)
         model = BertForMaskedLM(config).eval()
         tokens = random_tokens(8, 6)
+
         with pytest.raises(lsim.LayersimError, match="masked"):
             lsim.finetune_aligned(model, tokens, SHORT)
+
         labels = torch.full_like(tokens, NO_LABEL)
         labels[:, 2] = tokens[:, 2]
         masked = tokens.clone()
         masked[:, 2] = 3
-        found = lsim.finetune_aligned(model, lsim.Data(masked, batch_size=4), SHORT, labels=labels)
-        assert found.provenance.tokens == 1
+        result = lsim.finetune_aligned(model, lsim.Data(masked, batch_size=4), SHORT, labels=labels)
+        assert result.provenance.tokens == 1

@@ -23,13 +23,16 @@ def finetuned(model):
 @pytest.mark.heavy("two trainings")
 @pytest.mark.parametrize("mode", MODES)
 def test_finetune_aligned_gives_the_same_numbers_inside_a_mode_without_gradients(mode):
-    plain, inside = tiny_llama(), tiny_llama()
+    plain = tiny_llama()
+    inside = tiny_llama()
     expected = finetuned(plain)
+
     with MODES[mode]():
         tokens = random_tokens()
-        found = lsim.finetune_aligned(inside, lsim.Data(tokens, batch_size=2), SHORT)
+        result = lsim.finetune_aligned(inside, lsim.Data(tokens, batch_size=2), SHORT)
         assert not torch.is_grad_enabled()
-    assert worst(expected, found) == 0
+
+    assert worst(expected, result) == 0
     for (name, a), b in zip(plain.named_parameters(), inside.parameters(), strict=True):
         assert torch.equal(a, b), name
     assert not any(parameter.is_inference() for parameter in inside.parameters())
@@ -65,9 +68,11 @@ def test_weights_made_under_inference_mode_are_enough_where_no_gradient_is_neede
         assert float(lsim.training.aligned_loss(model, random_tokens())) > 0
     usual = tiny_llama()
     prompt = random_tokens(2)
+
     assert lsim.EarlyExit(model, 0.5).generate(prompt, max_new_tokens=3).tokens[0].tolist() == (
         lsim.EarlyExit(usual, 0.5).generate(prompt, max_new_tokens=3).tokens[0].tolist()
     )
+
     stitched = [lsim.stitch(m, m, random_tokens(), at=(0, 1), fit="lstsq").penalty for m in (model, usual)]
     assert stitched[0] == stitched[1]
 
@@ -81,6 +86,7 @@ def test_tokens_made_under_inference_mode_give_the_loss_and_its_gradient():
         mask = torch.ones_like(tokens)
     loss = lsim.training.aligned_loss(model, tokens, attention_mask=mask)
     loss.backward()
+
     assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
     assert inside == pytest.approx(expected.item(), abs=1e-6)
     assert all(parameter.grad is not None for parameter in model.parameters())
@@ -90,6 +96,7 @@ def test_truncate_works_inside_inference_mode():
     model = tiny_llama()
     with torch.inference_mode():
         short = lsim.truncate(model, 2)
+
     assert short.config.num_hidden_layers == 2
     assert not any(parameter.is_inference() for parameter in short.parameters())
 
@@ -135,8 +142,10 @@ def test_a_batch_without_a_target_leaves_the_trainers_loss_and_weights_finite(ob
         seed=0,
     )
     aligned = lsim.AlignedTraining(objective=objective, schedule="always")
+
     with pytest.warns(lsim.LayersimWarning, match="are all -100"):
         Watched(model, arguments, train_dataset=rows, aligned=aligned).train()
+
     assert len(losses) == 2
     assert all(loss == loss for loss in losses)
     assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())

@@ -53,46 +53,58 @@ def test_the_lens_reads_what_the_training_evaluated(make, data, eval_data, label
     model = make().double() if make is not vit else make()
     result = lsim.finetune_aligned(model, lsim.Data(data, batch_size=4), replace(OWN_HEADS, norm=norm), eval_data=eval_data)
     heads = result.heads
+
     assert len(heads) == 2
     assert heads.norm == norm
+
     lens = lsim.analyze(model, eval_data, lsim.LogitLens(norm=norm, labels=labels, heads=heads))["logit_lens"]
     torch.testing.assert_close(lens.values, result.values[-1], rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(lens.accuracy, result.accuracy[-1], rtol=1e-12, atol=0)
+
     shared = lsim.analyze(model, eval_data, lsim.LogitLens(norm=norm, labels=labels))["logit_lens"]
     assert float((shared.values - lens.values)[:-1].abs().min()) > 1e-5
     assert (heads.bias is not None) == (make in (phi, bert, vit))
 
 
 def test_bfloat16():
-    model, held = tiny_llama(dtype=torch.bfloat16), random_tokens(6, 9, seed=7)
-    result = lsim.finetune_aligned(model, lsim.Data(random_tokens(10, 8), batch_size=4), OWN_HEADS, eval_data=held)
+    model = tiny_llama(dtype=torch.bfloat16)
+    held_out = random_tokens(6, 9, seed=7)
+
+    result = lsim.finetune_aligned(model, lsim.Data(random_tokens(10, 8), batch_size=4), OWN_HEADS, eval_data=held_out)
+
     assert result.heads.weight.dtype == torch.bfloat16
-    lens = lsim.analyze(model, held, lsim.LogitLens(heads=result.heads))["logit_lens"]
+
+    lens = lsim.analyze(model, held_out, lsim.LogitLens(heads=result.heads))["logit_lens"]
     torch.testing.assert_close(lens.values, result.values[-1], rtol=1e-2, atol=1e-2)
 
 
 def test_each_head_has_a_bias_of_its_own():
     """Weights and biases follow the gradient of the layer's own cross-entropy."""
-    model, tokens = phi().double(), random_tokens(4, 8)
+    model = phi().double()
+    tokens = random_tokens(4, 8)
     begin = phi().double()
     training = replace(OWN_HEADS, steps=1, lr=1e-3, weight_decay=0.0, clip=1e9)
+
     heads = lsim.finetune_aligned(model, lsim.Data(tokens, batch_size=4), training, eval_data=tokens).heads
     hidden = begin(tokens, output_hidden_states=True).hidden_states
+
     for layer in (1, 2):
         weight, bias = (p.detach().clone().requires_grad_() for p in (begin.lm_head.weight, begin.lm_head.bias))
         x = begin.model.final_layernorm(hidden[layer]).detach()
         CE((x @ weight.T + bias)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
         # The first step of AdamW is the sign of the gradient, where this is well above epsilon.
-        for found, start in ((heads.weight, weight), (heads.bias, bias)):
+        for trained, start in ((heads.weight, weight), (heads.bias, bias)):
             clear = start.grad.abs() > 1e-4
             assert bool(clear.any())
-            assert torch.allclose((found[layer - 1] - start)[clear], -1e-3 * start.grad.sign()[clear], rtol=1e-2)
+            assert torch.allclose((trained[layer - 1] - start)[clear], -1e-3 * start.grad.sign()[clear], rtol=1e-2)
 
 
 def test_the_pooler_is_shared_and_trained():
     model = bert()
     before = model.bert.pooler.dense.weight.detach().clone()
+
     result = lsim.finetune_aligned(model, lsim.Data(classified(12), batch_size=4), OWN_HEADS, eval_data=classified(6, 50))
+
     assert not torch.equal(before, model.bert.pooler.dense.weight)
     assert result.heads.weight.shape == (2, 3, 32)
     assert result.heads.bias.shape == (2, 3)
@@ -102,9 +114,12 @@ def test_heads_belong_to_the_trained_weights(tmp_path):
     tokens = random_tokens(10, 8)
     model = with_words(tiny_llama())
     training = replace(OWN_HEADS, save_to=tmp_path / "m")
+
     result = lsim.finetune_aligned(model, lsim.Data(tokens, batch_size=4), training)
     heads = ExitHeads.load(tmp_path / "m" / "heads.safetensors")
+
     assert (heads.digest, heads.weights_hash) == (result.heads.digest, result.heads.weights_hash)
+
     from transformers import AutoModelForCausalLM
 
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
@@ -123,7 +138,8 @@ def test_heads_belong_to_the_trained_weights(tmp_path):
 
 def test_lora_heads_belong_to_the_merged_weights():
     peft = pytest.importorskip("peft")
-    model, tokens = tiny_llama(), random_tokens(10, 8)
+    model = tiny_llama()
+    tokens = random_tokens(10, 8)
     training = replace(OWN_HEADS, lora=peft.LoraConfig(r=2, target_modules="all-linear"))
     heads = lsim.finetune_aligned(model, lsim.Data(tokens, batch_size=4), training).heads
     lsim.analyze(model, tokens, lsim.LogitLens(heads=heads))
@@ -132,8 +148,9 @@ def test_lora_heads_belong_to_the_merged_weights():
 def test_a_result_without_heads_says_so(tmp_path):
     tokens = random_tokens(10, 8)
     shared = lsim.finetune_aligned(tiny_llama(), lsim.Data(tokens, batch_size=4), SHORT)
-    own = lsim.finetune_aligned(tiny_llama(), lsim.Data(tokens, batch_size=4), OWN_HEADS)
-    for result in (shared, lsim.load(own.save(tmp_path / "result.safetensors"))):
+    with_heads = lsim.finetune_aligned(tiny_llama(), lsim.Data(tokens, batch_size=4), OWN_HEADS)
+
+    for result in (shared, lsim.load(with_heads.save(tmp_path / "result.safetensors"))):
         with pytest.raises(lsim.LayersimError, match=r"objective='multi-head'.*ExitHeads\.load"):
             _ = result.heads
 
@@ -144,6 +161,7 @@ def test_a_head_that_does_not_end_in_a_linear_layer_is_refused():
     torch.manual_seed(0)
     config = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, vocab_size=100)
     data = {"input_ids": random_tokens(4, 6), "labels": random_tokens(4, 6, seed=1)}
+
     with pytest.raises(lsim.LayersimError, match=r"`objective`.*multi-head"):
         lsim.finetune_aligned(BertForMaskedLM(config).eval(), data, OWN_HEADS, labels="data")
 
@@ -151,8 +169,10 @@ def test_a_head_that_does_not_end_in_a_linear_layer_is_refused():
 @pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_a_multi_exit_model_beside_an_aligned_one():
     tokens = random_tokens(12, 9)
-    multi, aligned = tiny_llama(), tiny_llama(seed=1)
+    multi = tiny_llama()
+    aligned = tiny_llama(seed=1)
     multi.tokenizer = aligned.tokenizer = tiny_tokenizer()
+
     heads = lsim.finetune_aligned(multi, lsim.Data(tokens, batch_size=4), replace(OWN_HEADS, norm="none")).heads
     report = lsim.evaluate_layers(
         multi,
@@ -163,8 +183,8 @@ def test_a_multi_exit_model_beside_an_aligned_one():
         threshold=0.37,
         continuations=lsim.training.Continuations(["w5 w6 w7"], new_tokens=6),
     )
-    found = report["layers"]
-    own = lsim.analyze(
+    result = report["layers"]
+    expected = lsim.analyze(
         multi,
         tokens,
         [
@@ -174,12 +194,13 @@ def test_a_multi_exit_model_beside_an_aligned_one():
         ],
     )
     shared = lsim.analyze(aligned, tokens, lsim.LogitLens())["logit_lens"]
-    torch.testing.assert_close(found.accuracy, torch.stack([own["logit_lens"].accuracy, shared.accuracy]))
-    assert float(found.early_share[0]) == float(own["saturation"].early_share)
-    assert float(found.speedup[0]) == own["exit_curve"].at(0.37).speedup
-    assert float(found.effective_depth[0]) == own["logit_lens"].effective_depth(0.1)
-    assert found.provenance.options["heads"] == [str(heads), None]
-    assert found.provenance.options["norm"] == ["none", "final"]
+
+    torch.testing.assert_close(result.accuracy, torch.stack([expected["logit_lens"].accuracy, shared.accuracy]))
+    assert float(result.early_share[0]) == float(expected["saturation"].early_share)
+    assert float(result.speedup[0]) == expected["exit_curve"].at(0.37).speedup
+    assert float(result.effective_depth[0]) == expected["logit_lens"].effective_depth(0.1)
+    assert result.provenance.options["heads"] == [str(heads), None]
+    assert result.provenance.options["norm"] == ["none", "final"]
     assert report["generation"].values.shape == (2, 3)
     with pytest.raises(lsim.LayersimError, match=r"`heads`.*LlamaForCausalLM"):
         lsim.evaluate_layers(multi, aligned, tokens, heads=(None, heads))

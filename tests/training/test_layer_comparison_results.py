@@ -22,41 +22,48 @@ def test_diversity_by_hand():
     for n in (2, 3, 4):
         grams = [tuple(text[i : i + n]) for i in range(len(text) - n + 1)]
         product *= len(collections.Counter(grams)) / len(grams)
+
     assert diversity(text) == pytest.approx(product)
     assert diversity(list(range(10))) == 1.0
     assert diversity([1] * 10) == pytest.approx(1 / 9 / 8 / 7)
 
 
 def test_coherence_by_hand():
-    a, b = torch.randn(4, 6), torch.randn(4, 6)
+    a = torch.randn(4, 6)
+    b = torch.randn(4, 6)
     expected = (
         sum(float(x.double() @ y.double() / (x.double().norm() * y.double().norm())) for x, y in zip(a, b, strict=True)) / 4
     )
+
     assert coherence(a, b) == pytest.approx(expected)
 
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_texts_are_written_from_each_layer():
-    seen = []
+    calls = []
 
     def embed(texts):
-        seen.append(list(texts))
+        calls.append(list(texts))
         return [[float(len(text)), 1.0] for text in texts]
 
-    a, b = with_words(tiny_llama()), with_words(tiny_gpt2())
+    a = with_words(tiny_llama())
+    b = with_words(tiny_gpt2())
     written = lsim.training.Continuations(["w3 w4", "w5 w6 w7"], new_tokens=12, embed=embed, seed=4)
+
     report = lsim.evaluate_layers(a, b, lsim.Data(TEXTS, tokenizer=tiny_tokenizer()), continuations=written)
-    found = report["generation"]
-    assert found.values.shape == (2, 3)
-    assert bool(((found.values > 0) & (found.values <= 1)).all())
-    assert bool((found.coherence.abs() <= 1).all())
-    assert len(seen) == 2 * 3 * 2
+    result = report["generation"]
+
+    assert result.values.shape == (2, 3)
+    assert bool(((result.values > 0) & (result.values <= 1)).all())
+    assert bool((result.coherence.abs() <= 1).all())
+    assert len(calls) == 2 * 3 * 2
+
     # The middle layer's words are those of a model that ends there.
     short = lsim.truncate(a, 2)
     short.tokenizer = a.tokenizer
-    said = lsim.EarlyExit(short, 1.0, at=()).generate(
+    generated = lsim.EarlyExit(short, 1.0, at=()).generate(
         ["w3 w4", "w5 w6 w7"], max_new_tokens=12, do_sample=True, top_p=0.95, seed=4
     )
-    kept = [row.tolist() for row in said.tokens if len(row) >= 4]
-    assert float(found.texts[0, 1]) == len(kept)
-    assert float(found.values[0, 1]) == pytest.approx(sum(map(diversity, kept)) / len(kept))
+    long_rows = [row.tolist() for row in generated.tokens if len(row) >= 4]
+    assert float(result.texts[0, 1]) == len(long_rows)
+    assert float(result.values[0, 1]) == pytest.approx(sum(map(diversity, long_rows)) / len(long_rows))

@@ -21,19 +21,25 @@ class TestLora:
     def test_only_adapters_learn_and_are_merged(self, tmp_path):
         from transformers import AutoModelForCausalLM
 
-        model, before = tiny_llama(), tiny_llama()
+        model = tiny_llama()
+        before = tiny_llama()
         training = replace(SHORT, lora=self.config(), save_to=tmp_path / "m", lr=0.05)
+
         result = lsim.finetune_aligned(model, lsim.Data(random_tokens(20, 8), batch_size=2), training)
+
         assert result.provenance.options["lora"]["r"] == "4"
+
         names = [name for name, _ in model.named_parameters()]
         assert names == [name for name, _ in before.named_parameters()]
         assert all(p.requires_grad for p in model.parameters())
+
         changed = {
             name.split(".")[-2]
             for (name, a), b in zip(model.named_parameters(), before.parameters(), strict=True)
             if not torch.equal(a, b)
         }
         assert changed == {"q_proj", "down_proj"}
+
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32)
         tokens = random_tokens(2, 9)
         torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits)

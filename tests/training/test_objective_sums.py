@@ -20,14 +20,16 @@ from ..models.tiny_models import hidden_states, random_tokens, tiny_llama
 def test_evaluation_sums_losses_hits_and_answers_of_each_layer(norm, objective, monkeypatch):
     # Four chunks of at most seven tokens.
     monkeypatch.setattr(losses, "LOGITS", 700)
-    model, tokens = tiny_llama().double(), random_tokens(3, 9)
+    model = tiny_llama().double()
+    tokens = random_tokens(3, 9)
     targets = tokens.roll(-1, 1)
     targets[:, -1] = -100
     targets[0, 2] = -100
     training = lsim.AlignedTraining(objective=objective, norm=norm, schedule="always")
     cls = OBJECTIVES.named(objective)
-    found = cls(open_residual_stream(model), training).evaluate(TrainingBatch(tokens, {}, targets, None))
-    head, gain = model.lm_head.weight.detach().numpy(), model.model.norm.weight.detach().numpy()
+    terms = cls(open_residual_stream(model), training).evaluate(TrainingBatch(tokens, {}, targets, None))
+    head = model.lm_head.weight.detach().numpy()
+    gain = model.model.norm.weight.detach().numpy()
     expected = np.zeros((3, 3))
     for row, answers in zip(tokens, targets.tolist(), strict=True):
         states = hidden_states(model, row)[1:]
@@ -38,8 +40,9 @@ def test_evaluation_sums_losses_hits_and_answers_of_each_layer(norm, objective, 
                 if answer != -100:
                     p = oracles.softmax(head @ x[position])
                     expected[:, layer] += [-np.log(p[answer]), p.argmax() == answer, 1]
+
     assert expected[2].tolist() == [23, 23, 23]
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    np.testing.assert_allclose(terms, expected, rtol=1e-6)
 
 
 def test_the_divergence_has_gradients_that_can_be_asked_for():
@@ -51,9 +54,11 @@ def test_the_divergence_has_gradients_that_can_be_asked_for():
     last, x = (torch.randn(5, 32).double().requires_grad_() for _ in range(2))
     head = objective.head_of(1)
     weight = head.weight
-    found = torch.autograd.grad(objective._divergence(last, x, head), (x, weight, last), allow_unused=True)
-    assert found[2] is None
+    gradients_found = torch.autograd.grad(objective._divergence(last, x, head), (x, weight, last), allow_unused=True)
+
+    assert gradients_found[2] is None
+
     # KL(p || q) of the last layer's p, q of this layer: its gradient by this layer's logits is q - p.
     p, q = ((z @ w.T).softmax(-1).detach() for z, w in ((last, objective.stream.unembed.linear.weight), (x, weight)))
-    torch.testing.assert_close(found[0], (q - p) @ weight.detach(), rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(found[1], (q - p).T @ x.detach(), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(gradients_found[0], (q - p) @ weight.detach(), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(gradients_found[1], (q - p).T @ x.detach(), rtol=1e-9, atol=1e-12)

@@ -20,10 +20,13 @@ class TestWhatWasOnceWrong:
 
     def test_gradients_that_stand_there_are_no_part_of_the_first_step(self):
         tokens = random_tokens(10, 6)
-        clean, dirty = tiny_llama().double(), tiny_llama().double()
+        clean = tiny_llama().double()
+        dirty = tiny_llama().double()
+
         (1000 * lsim.training.aligned_loss(dirty, tokens)).backward()
         for model in (clean, dirty):
             lsim.finetune_aligned(model, lsim.Data(tokens, batch_size=2), replace(SHORT, steps=1, warmup=0))
+
         assert torch.equal(weights_of(clean), weights_of(dirty))
         assert all(p.grad is None for p in dirty.parameters())
 
@@ -40,6 +43,7 @@ class TestWhatWasOnceWrong:
         torch.manual_seed(0)
         config = ImageGPTConfig(vocab_size=100, n_positions=16, n_embd=32, n_layer=2, n_head=4, num_labels=3)
         model = LargestOfPositions(config).eval()
+
         with pytest.raises(lsim.LayersimError, match="own logits"):
             lsim.training.aligned_loss(model, random_tokens(2, 6), torch.tensor([0, 1]))
 
@@ -53,13 +57,16 @@ class TestWhatWasOnceWrong:
             model.lm_head.bias.normal_(0, 3)
         tokens = random_tokens(2, 8)
         training = lsim.AlignedTraining(objective="multi-head", schedule="always", kl=1.0, steps=1, lr=1e-12)
+
         result = lsim.finetune_aligned(model, lsim.Data(tokens, batch_size=2), training, eval_data=tokens)
         hidden = model(tokens, output_hidden_states=True).hidden_states
         x = [hidden[i] if i == 3 else model.model.final_layernorm(hidden[i]) for i in (1, 2, 3)]
         logits = [model.lm_head(part)[:, :-1].flatten(0, 1) for part in x]
         right = tokens[:, 1:].flatten()
         losses = [CE(z, right) for z in logits]
+
         assert result.values[-1].tolist() == pytest.approx([float(loss.detach()) for loss in losses], rel=1e-6)
+
         weights = layer_weights("linear", 3)
         last = logits[2].log_softmax(-1)
         kl = [(last.exp() * (last - z.log_softmax(-1))).sum(-1).mean() for z in logits[:2]]
@@ -78,13 +85,16 @@ class TestWhatWasOnceWrong:
         tokens[:, -1] = 2
         tokens[1, -3:] = 2
         labels = torch.tensor([0, 1, 2, 1])
-        found = lsim.training.aligned_loss(model, tokens, labels, weights=[0, 1])
-        assert float(found.detach()) == pytest.approx(float(model(tokens, labels=labels).loss.detach()), rel=1e-6)
+
+        loss = lsim.training.aligned_loss(model, tokens, labels, weights=[0, 1])
+
+        assert float(loss.detach()) == pytest.approx(float(model(tokens, labels=labels).loss.detach()), rel=1e-6)
+
         mask = torch.ones_like(tokens)
         mask[1, 5:] = 0
-        other = tokens.clone()
-        other[1, 5:] = 9
-        padded = lsim.training.aligned_loss(model, other, labels, weights=[0, 1], attention_mask=mask)
+        changed_tokens = tokens.clone()
+        changed_tokens[1, 5:] = 9
+        padded = lsim.training.aligned_loss(model, changed_tokens, labels, weights=[0, 1], attention_mask=mask)
         assert float(padded.detach()) == pytest.approx(
             float(model(tokens, attention_mask=mask, labels=labels).loss.detach()), rel=1e-6
         )
@@ -95,16 +105,21 @@ class TestWhatWasOnceWrong:
         for row in rows:
             row["token_type_ids"] = [0] * 4
         single = lsim.finetune_aligned(bert(), lsim.Data(rows, batch_size=2), SHORT)
+
         assert not torch.equal(pairs.values, single.values)
         assert pairs.provenance.data != single.provenance.data
 
     def test_a_checkpoint_knows_what_learns(self, tmp_path):
-        path, tokens = tmp_path / "run.safetensors", random_tokens(10, 6)
+        path = tmp_path / "run.safetensors"
+        tokens = random_tokens(10, 6)
+
         lsim.finetune_aligned(tiny_llama(), lsim.Data(tokens, batch_size=2), SHORT, checkpoint=path)
         model = tiny_llama()
         model.model.embed_tokens.weight.requires_grad_(False)
+
         with pytest.raises(lsim.LayersimError, match="another run"):
             lsim.finetune_aligned(model, lsim.Data(tokens, batch_size=2), SHORT, checkpoint=path)
+
         lsim.finetune_aligned(model, lsim.Data(tokens, batch_size=2), SHORT)
         assert torch.equal(model.model.embed_tokens.weight, tiny_llama().model.embed_tokens.weight)
 
@@ -125,6 +140,7 @@ class TestWhatWasOnceWrong:
         peft = pytest.importorskip("peft")
         model = tiny_llama()
         model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"]))
+
         for name, value in (("save_to", tmp_path / "m"), ("lora", peft.LoraConfig(target_modules=["q_proj"]))):
             with pytest.raises(lsim.LayersimError, match=f"`{name}`"):
                 lsim.finetune_aligned(model, random_tokens(10, 6), replace(SHORT, **{name: value}))
@@ -144,9 +160,11 @@ class TestWhatWasOnceWrong:
         hf = make()
         bridge = build_bridge_from_module(hf, "Phi3ForCausalLM", hf_config=hf.config)
         tokens = random_tokens(10, 6)
-        found = lsim.finetune_aligned(bridge, lsim.Data(tokens, batch_size=2), SHORT).loss
+
+        losses = lsim.finetune_aligned(bridge, lsim.Data(tokens, batch_size=2), SHORT).loss
         expected = lsim.finetune_aligned(make(), lsim.Data(tokens, batch_size=2), SHORT).loss
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+        torch.testing.assert_close(losses, expected, rtol=1e-3, atol=1e-4)
 
     def test_heads_of_an_earlier_run_do_not_stay(self, tmp_path):
         tokens = random_tokens(10, 6)

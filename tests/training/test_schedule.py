@@ -31,14 +31,17 @@ class TestSchedule:
         draws = list(itertools.combinations(range(1, 5), k))
         training = lsim.AlignedTraining(layers_per_step=k, schedule="always")
         counts = dict.fromkeys(draws, 0)
+
         for step in range(4000):
             terms = training.terms(step, 4)
             counts[tuple(terms)] += 1
             assert all(math.isclose(weight, weights[layer - 1] * 4 / k) for layer, weight in terms.items())
+
         for draw in draws:
             for layer in draw:
                 total[layer] += weights[layer - 1] * 4 / k / len(draws)
         assert list(total.values()) == pytest.approx(weights)
+
         expected = 4000 / len(draws)
         chi = sum((count - expected) ** 2 / expected for count in counts.values())
         assert chi < 25
@@ -51,6 +54,7 @@ class TestSchedule:
         stream = open_residual_stream(model)
         tokens = random_tokens(2, 6)
         stream.loss(TrainingBatch(tokens, {}, next_of(tokens), None), {2: 1.0}, True)
+
         assert ran == [0, 1]
 
     def test_the_rate_rises_and_falls(self):
@@ -80,12 +84,11 @@ class TestSchedule:
 
 
 def test_presets_have_the_values_of_the_papers():
-    gpt2, bert, stitch = (
-        lsim.AlignedTraining.paper_gpt2(),
-        lsim.AlignedTraining.paper_bert(rows=2490),
-        lsim.stitching.StitchTraining.paper(),
-    )
+    gpt2 = lsim.AlignedTraining.paper_gpt2()
+    bert = lsim.AlignedTraining.paper_bert(rows=2490)
+    stitch = lsim.stitching.StitchTraining.paper()
     aligned = ("objective", "schedule", "weights", "norm", "lr", "warmup", "weight_decay", "clip")
+
     for training, steps in ((gpt2, 40_000), (bert, 234)):
         assert training.steps == steps
         values = [getattr(training, name) for name in aligned]
@@ -93,11 +96,14 @@ def test_presets_have_the_values_of_the_papers():
     assert (stitch.steps, stitch.lr, stitch.momentum, stitch.warmup, stitch.clip) == (2000, 1.0, 0.9, None, 1.0)
     assert not stitch.relative
     assert [stitch.rate(step) for step in (0, 199)] == pytest.approx([0.1 / 200, 0.1])
-    model, tokens = tiny_llama(), random_tokens(4, 6)
+
+    model = tiny_llama()
+    tokens = random_tokens(4, 6)
     result = lsim.finetune_aligned(model, lsim.Data(tokens, batch_size=2), replace(bert, steps=1))
     assert (len(result.loss), result.provenance.options["norm"]) == (1, "none")
+
     few = replace(stitch, steps=1)
-    found = lsim.stitch(model, tiny_llama(), tokens, at=(0, 0), adapter="affine-norm", fit="sgd", training=few)
-    assert len(found.curve) == 1
+    stitched = lsim.stitch(model, tiny_llama(), tokens, at=(0, 0), adapter="affine-norm", fit="sgd", training=few)
+    assert len(stitched.curve) == 1
     with pytest.raises(lsim.LayersimError, match=r"`rows`.*0"):
         lsim.AlignedTraining.paper_bert(0)

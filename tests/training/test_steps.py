@@ -41,7 +41,8 @@ here.lsim.finetune_aligned(here.dropping(here.tiny_gpt2()), here.ROWS, here.LONG
 
 def counted(monkeypatch, stop=None):
     """Numbers of the steps that fine-tunes make from now on; step `stop` is an interrupt."""
-    steps, plain = [], FineTuning.loss_and_gradients
+    steps = []
+    plain = FineTuning.loss_and_gradients
 
     def counting(self):
         if self.step == stop:
@@ -56,15 +57,19 @@ def counted(monkeypatch, stop=None):
 class TestResume:
     @pytest.mark.heavy("a killed process")
     def test_a_killed_process(self, tmp_path, monkeypatch):
-        path, whole, model = tmp_path / "run.safetensors", dropping(tiny_gpt2()), dropping(tiny_gpt2())
+        path = tmp_path / "run.safetensors"
+        whole = dropping(tiny_gpt2())
+        model = dropping(tiny_gpt2())
+
         expected = lsim.finetune_aligned(whole, ROWS, LONG)
         kill_when(tmp_path / "waits", started(KILLED, str(path), str(tmp_path / "waits")))
         steps = counted(monkeypatch)
-        again = lsim.finetune_aligned(model, ROWS, LONG, checkpoint=path)
+        resumed = lsim.finetune_aligned(model, ROWS, LONG, checkpoint=path)
+
         assert 0 < len(steps) < 30
-        assert torch.equal(again.loss, expected.loss)
-        assert torch.equal(again.values, expected.values)
-        assert again.looks == expected.looks
+        assert torch.equal(resumed.loss, expected.loss)
+        assert torch.equal(resumed.values, expected.values)
+        assert resumed.looks == expected.looks
         assert torch.equal(weights_of(model), weights_of(whole))
 
     @pytest.mark.heavy("seconds, where faster tests reach the same")
@@ -75,24 +80,30 @@ class TestResume:
             peft = pytest.importorskip("peft")
             config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], lora_dropout=0.1)
             settings = {"lora": config, "lr": 0.05}
-        training, path = replace(SHORT, **settings), tmp_path / "run.safetensors"
-        whole, model = tiny_llama(), tiny_llama()
+        training = replace(SHORT, **settings)
+        path = tmp_path / "run.safetensors"
+        whole = tiny_llama()
+        model = tiny_llama()
+
         expected = lsim.finetune_aligned(whole, ROWS, training)
         with monkeypatch.context() as patch:
             counted(patch, stop=3)
             with pytest.raises(KeyboardInterrupt) as caught:
                 lsim.finetune_aligned(model, ROWS, training, checkpoint=path)
+
         assert str(path) in caught.value.__notes__[-1]
         # Adapters are taken out again.
         assert torch.equal(weights_of(model), weights_of(tiny_llama())) == (what == "lora")
-        steps, model = counted(monkeypatch), tiny_llama()
+
+        steps = counted(monkeypatch)
+        model = tiny_llama()
         for _ in range(2):
             # The second call finds a finished run.
-            again = lsim.finetune_aligned(tiny_llama() if steps else model, ROWS, training, checkpoint=path)
+            resumed = lsim.finetune_aligned(tiny_llama() if steps else model, ROWS, training, checkpoint=path)
             assert steps == [3, 4, 5]
-            assert torch.equal(again.loss, expected.loss)
-            assert torch.equal(again.values, expected.values)
-            assert what != "multi-head" or again.heads.digest == expected.heads.digest
+            assert torch.equal(resumed.loss, expected.loss)
+            assert torch.equal(resumed.values, expected.values)
+            assert what != "multi-head" or resumed.heads.digest == expected.heads.digest
         assert torch.equal(weights_of(model), weights_of(whole))
 
     @pytest.mark.heavy("seconds, where faster tests reach the same")
@@ -100,39 +111,47 @@ class TestResume:
     @pytest.mark.parametrize("count", [0, 1, 3])
     @pytest.mark.parametrize("killed", [False, True])
     def test_adapters(self, count, killed, tmp_path, monkeypatch):
-        path, calm = tmp_path / "run.ckpt", train(traced())
+        path = tmp_path / "run.ckpt"
+        calm = train(traced())
         with monkeypatch.context() as patch:
             if killed:
                 # As it stands on disk when the power goes: what is saved on the way out is not there.
                 patch.setattr(ResumableFile, "due", True)
-                plain, dead = ResumableFile.write, []
+                plain = ResumableFile.write
+                dead = []
                 patch.setattr(ResumableFile, "write", lambda self, *a: bool(dead) or plain(self, *a))
                 cut_after(count, patch, lambda: dead.append(1))
             else:
                 cut_after(count, patch)
             with pytest.raises(Stop) as caught:
                 train(traced(), checkpoint=path)
+
         assert path.exists() == (count > 0)
         assert bool(getattr(caught.value, "__notes__", [])) == (count > 0)
-        made, plain = [], AdapterSteps._item
-        monkeypatch.setattr(AdapterSteps, "_item", lambda self, *a: made.extend(a[2:3]) or plain(self, *a))
+
+        items = []
+        plain = AdapterSteps._item
+        monkeypatch.setattr(AdapterSteps, "_item", lambda self, *a: items.extend(a[2:3]) or plain(self, *a))
         assert equal(train(traced(), checkpoint=path), calm)
-        assert set(made) == set(range(count + 1, 5))
+        assert set(items) == set(range(count + 1, 5))
         assert equal(train(traced(), checkpoint=path), calm)
         with pytest.raises(lsim.LayersimError, match="another"):
             train(traced(), checkpoint=path, lr=0.1)
 
     @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_another_run_is_refused(self, tmp_path):
-        path, model = tmp_path / "run.safetensors", tiny_llama()
+        path = tmp_path / "run.safetensors"
+        model = tiny_llama()
+
         lsim.finetune_aligned(model, ROWS, SHORT, checkpoint=path)
-        others = [
+        runs = [
             (lsim.Data(random_tokens(20, 6, seed=1), batch_size=2), SHORT),
             (ROWS, replace(SHORT, lr=1e-3)),
             (ROWS, replace(SHORT, weights="uniform")),
             (lsim.Data(ROWS.source, batch_size=4), SHORT),
         ]
-        for data, training in others:
+
+        for data, training in runs:
             with pytest.raises(lsim.LayersimError, match="another run"):
                 lsim.finetune_aligned(tiny_llama(), data, training, checkpoint=path)
         # The model that the run has trained.
@@ -147,31 +166,37 @@ class TestResume:
 
 
 def test_steps_are_the_optimisers_whatever_is_accumulated(monkeypatch):
-    seen, plain = [], Objective.forward
+    steps = []
+    plain = Objective.forward
     monkeypatch.setattr(
-        Objective, "forward", lambda self, batch, step, run=None: seen.append(step) or plain(self, batch, step, run)
+        Objective, "forward", lambda self, batch, step, run=None: steps.append(step) or plain(self, batch, step, run)
     )
+
     lsim.finetune_aligned(tiny_llama(), ROWS, lsim.AlignedTraining(steps=3, accumulation=4, lr=1e-3))
-    assert seen == [0] * 4 + [1] * 4 + [2] * 4
+
+    assert steps == [0] * 4 + [1] * 4 + [2] * 4
 
 
 def test_accumulation_is_one_larger_batch():
     """Rows of different lengths: tokens count alike, not batches."""
     rows = [random_tokens(1, n, seed=n)[0].tolist() for n in (3, 9, 4, 12, 5, 6, 3, 20, 8, 4, 6, 7)]
-    data, found = [{"input_ids": row} for row in rows], []
+    data = [{"input_ids": row} for row in rows]
+    runs = []
+
     for batch_size, accumulation in ((8, 1), (2, 4)):
         model = tiny_llama().double()
         training = lsim.AlignedTraining(steps=4, lr=1e-2, accumulation=accumulation)
         result = lsim.finetune_aligned(model, lsim.Data(data, batch_size=batch_size), training)
-        found.append((result.loss, weights_of(model)))
-    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-9, atol=0)
-    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-7, atol=1e-9)
+        runs.append((result.loss, weights_of(model)))
+
+    torch.testing.assert_close(runs[0][0], runs[1][0], rtol=1e-9, atol=0)
+    torch.testing.assert_close(runs[0][1], runs[1][1], rtol=1e-7, atol=1e-9)
 
 
 def test_bfloat16_is_near_float32():
-    found = [lsim.finetune_aligned(tiny_llama(), ROWS, replace(SHORT, mixed_precision=how)).loss for how in ("no", "bf16")]
-    assert not torch.equal(*found)
-    torch.testing.assert_close(*found, rtol=0.05, atol=0.05)
+    losses = [lsim.finetune_aligned(tiny_llama(), ROWS, replace(SHORT, mixed_precision=how)).loss for how in ("no", "bf16")]
+    assert not torch.equal(*losses)
+    torch.testing.assert_close(*losses, rtol=0.05, atol=0.05)
 
 
 def ranked(drawn: int, batch_size: int) -> dict[str, torch.Tensor]:
@@ -196,8 +221,8 @@ if os.environ["RANK"] == "0":
 def test_two_processes_are_one_with_twice_the_batch(tmp_path):
     out = tmp_path / "ranks.pt"
     run_in_group(RANKS, 2, str(out), ACCELERATE_USE_CPU="true")
-    for drawn, found in enumerate(torch.load(out, weights_only=True)):
-        one = ranked(drawn, 4)
-        torch.testing.assert_close(found["loss"], one["loss"], rtol=1e-9, atol=0)
-        torch.testing.assert_close(found["held"], one["held"], rtol=1e-9, atol=0)
-        torch.testing.assert_close(found["weights"], one["weights"], rtol=1e-6, atol=1e-9)
+    for drawn, run_state in enumerate(torch.load(out, weights_only=True)):
+        single = ranked(drawn, 4)
+        torch.testing.assert_close(run_state["loss"], single["loss"], rtol=1e-9, atol=0)
+        torch.testing.assert_close(run_state["held"], single["held"], rtol=1e-9, atol=0)
+        torch.testing.assert_close(run_state["weights"], single["weights"], rtol=1e-6, atol=1e-9)

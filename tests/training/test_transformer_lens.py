@@ -22,9 +22,12 @@ class TestTransformerLens:
 
         hf = dropping(make(), 0.0)
         bridge = build_bridge_from_module(hf, type(hf).__name__, hf_config=hf.config)
-        tokens, probe = random_tokens(12, 7), random_tokens(2, 9, seed=5)
+        tokens = random_tokens(12, 7)
+        probe = random_tokens(2, 9, seed=5)
+
         with pytest.raises(lsim.LayersimError, match=r"TransformerBridge.*`save_to`"):
             lsim.finetune_aligned(bridge, tokens, replace(SHORT, save_to=tmp_path / "m"))
+
         result = lsim.finetune_aligned(bridge, lsim.Data(tokens, batch_size=3), SHORT)
         plain = dropping(make(), 0.0)
         expected = lsim.finetune_aligned(plain, lsim.Data(tokens, batch_size=3), SHORT)
@@ -41,7 +44,9 @@ class TestTransformerLens:
             n_layers=3, d_model=32, n_ctx=32, d_head=8, n_heads=4, d_vocab=100, act_fn="gelu", seed=0
         )
         model = HookedTransformer(config)
+
         result = lsim.finetune_aligned(model, lsim.Data(random_tokens(20, 7), batch_size=4), replace(SHORT, steps=30))
+
         assert float(result.loss[-1]) < float(result.loss[0])
         with pytest.raises(lsim.LayersimError, match=r"HookedTransformer.*`save_to`"):
             lsim.finetune_aligned(model, random_tokens(10, 6), replace(SHORT, save_to=tmp_path / "m"))

@@ -68,22 +68,26 @@ def test_no_hook_is_left_after_an_exception(make):
 
 
 def test_single_positions_are_gathered_into_minibatches():
-    model, tokens = tiny_llama(), random_tokens(4, 40)
+    model = tiny_llama()
+    tokens = random_tokens(4, 40)
     with torch.no_grad(), lsim.attach(model, lsim.CKA(minibatch=10)) as probe:
         past = None
         for i in range(40):
             past = model(tokens[:, i : i + 1], past_key_values=past, use_cache=True).past_key_values
     # All steps are of four rows, whose pairs of tokens are left out.
-    found, expected = probe.results()["cka"], lsim.analyze(model, tokens, lsim.CKA(minibatch=10))["cka"]
+    found = probe.results()["cka"]
+    expected = lsim.analyze(model, tokens, lsim.CKA(minibatch=10))["cka"]
     assert (found.minibatches, found.samples, found.texts) == (16, 160, 4)
     assert worst(found, expected) < 1e-5
 
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_rows_that_are_generated_for_long_need_no_more_memory():
-    model, tokens = tiny_llama(), random_tokens(4, 150)
+    model = tiny_llama()
+    tokens = random_tokens(4, 150)
     with torch.no_grad(), lsim.attach(model, lsim.CKA(minibatch=40)) as probe:
-        past, waiting = None, []
+        past = None
+        waiting = []
         for i in range(150):
             past = model(tokens[:, i : i + 1], past_key_values=past, use_cache=True).past_key_values
             waiting.append(len(probe._waiting["cka"]))
@@ -93,7 +97,8 @@ def test_rows_that_are_generated_for_long_need_no_more_memory():
 
 
 def test_mixed_precision():
-    model, tokens = tiny_llama(), random_tokens(4, 12)
+    model = tiny_llama()
+    tokens = random_tokens(4, 12)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16), lsim.attach(model, analyzers()) as probe:
         model(tokens)
         inside = probe.results()
@@ -130,8 +135,10 @@ def test_nothing_seen_and_not_a_number():
 
 
 def test_asking_for_results_does_not_change_them():
-    model, tokens = tiny_llama(), random_tokens(4, 40)
-    quiet, asked = [], []
+    model = tiny_llama()
+    tokens = random_tokens(4, 40)
+    quiet = []
+    asked = []
     for seen, ask in ((quiet, False), (asked, True)):
         with torch.no_grad(), lsim.attach(model, lsim.CKA(minibatch=16)) as probe:
             for part in tokens.split(5, dim=1):
@@ -144,7 +151,8 @@ def test_asking_for_results_does_not_change_them():
 
 
 def test_rows_are_not_made_of_single_steps():
-    model, tokens = tiny_llama(), random_tokens(2, 6)
+    model = tiny_llama()
+    tokens = random_tokens(2, 6)
     with torch.no_grad(), lsim.attach(model, lsim.CKA(level="sequence")) as probe:
         model(tokens)
         model(tokens[:, :1])
@@ -164,7 +172,8 @@ def test_labels_of_the_data_are_no_part_of_a_loop():
 
 def test_next_tokens_survive_the_gathering_of_views():
     """Every other position counts; what follows it is attended to, and counts as its next token, in one pass or in two."""
-    model, tokens = tiny_llama(), random_tokens(4, 20) % 5 + 3
+    model = tiny_llama()
+    tokens = random_tokens(4, 20) % 5 + 3
     runs = []
     for parts in ([tokens], list(tokens.split(2))):
         with torch.no_grad(), lsim.attach(model, lsim.NeuralCollapse(classes=(3, 4, 5))) as probe:
@@ -192,7 +201,8 @@ def test_the_lens_in_a_loop_equals_the_lens_of_a_run(make):
 
 def test_the_lens_uses_the_weights_of_the_pass_and_not_of_a_later_one():
     """The optimizer changes the head before a probe that gathers tokens would have asked it."""
-    model, tokens = tiny_llama(), random_tokens(2, 12)
+    model = tiny_llama()
+    tokens = random_tokens(2, 12)
     expected = lsim.analyze(model, tokens, lsim.LogitLens())["logit_lens"]
     with lsim.attach(model, lsim.LogitLens()) as probe:
         model(tokens)
@@ -202,14 +212,16 @@ def test_the_lens_uses_the_weights_of_the_pass_and_not_of_a_later_one():
 
 
 def test_the_lens_under_autocast_is_compared_with_what_autocast_explains():
-    model, tokens = tiny_llama(), random_tokens(2, 12)
+    model = tiny_llama()
+    tokens = random_tokens(2, 12)
     with torch.no_grad(), lsim.attach(model, lsim.Saturation()) as probe, torch.autocast("cpu", dtype=torch.bfloat16):
         model(tokens)
     assert probe.results()["saturation"].counts.sum() == 24
 
 
 def test_a_head_that_says_something_else_is_refused_in_a_loop():
-    model, tokens = tiny_llama(), random_tokens(2, 12)
+    model = tiny_llama()
+    tokens = random_tokens(2, 12)
     model.lm_head.register_forward_hook(lambda _m, _x, out: 2 * out)
     with torch.no_grad(), lsim.attach(model, lsim.LogitLens()) as probe:
         model(tokens)
@@ -218,7 +230,8 @@ def test_a_head_that_says_something_else_is_refused_in_a_loop():
 
 
 def test_a_stack_without_its_head_cannot_be_checked():
-    model, tokens = tiny_llama(), random_tokens(2, 12)
+    model = tiny_llama()
+    tokens = random_tokens(2, 12)
     with torch.no_grad(), lsim.attach(model, lsim.LogitLens()) as probe:
         model.model(tokens)
     with pytest.raises(lsim.LayersimError, match=r"\b1\b.*`with`"):
@@ -227,7 +240,8 @@ def test_a_stack_without_its_head_cannot_be_checked():
 
 def test_the_lens_while_the_model_generates():
     """Single steps have a prediction and no next token yet."""
-    model, tokens = tiny_llama(), random_tokens(2, 6)
+    model = tiny_llama()
+    tokens = random_tokens(2, 6)
     with torch.no_grad(), lsim.attach(model, [lsim.Saturation(), lsim.LogitLens()]) as probe:
         model.generate(tokens, max_new_tokens=5, do_sample=False, eos_token_id=None, pad_token_id=2)
     found = probe.results()
@@ -236,7 +250,8 @@ def test_the_lens_while_the_model_generates():
 
 
 def test_a_lens_beside_other_sites_is_that_of_analyze():
-    model, tokens = tiny_llama(), random_tokens(4, 12)
+    model = tiny_llama()
+    tokens = random_tokens(4, 12)
     with torch.no_grad(), lsim.attach(model, [lsim.LogitLens(), lsim.Contribution()]) as probe:
         model(tokens)
     expected = lsim.analyze(model, tokens, [lsim.LogitLens(), lsim.Contribution()])
@@ -280,7 +295,8 @@ def test_results_after_a_reset_are_those_of_a_probe_that_begins_there(intervals)
 
 
 def test_the_mask_stays_and_results_inside_the_loop_change_nothing():
-    model, rows = tiny_llama(), random_tokens(2, 16)
+    model = tiny_llama()
+    rows = random_tokens(2, 16)
     with lsim.attach(model, lsim.Cosine(center="none")) as probe:
         probe.mask = torch.arange(16).expand(2, 16) < 4
         model(rows)
@@ -293,7 +309,8 @@ def test_the_mask_stays_and_results_inside_the_loop_change_nothing():
 
 
 def test_an_error_stays():
-    model, rows = tiny_llama(), random_tokens(2, 16)
+    model = tiny_llama()
+    rows = random_tokens(2, 16)
     with lsim.attach(model, lsim.Cosine(center="none")) as probe:
         probe.mask = torch.ones(3, 3, dtype=torch.bool)
         model(rows)

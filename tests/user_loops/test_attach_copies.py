@@ -34,7 +34,8 @@ WAYS = {"deepcopy": copy.deepcopy, "torch.save": saved, "pickle": lambda model: 
 @pytest.mark.light("deepcopy", "pickle")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_copy_that_is_made_inside_attach_is_usable_and_does_not_feed_the_probe(way):
-    model, tokens = tiny_llama(), random_tokens(4, 9)
+    model = tiny_llama()
+    tokens = random_tokens(4, 9)
     with torch.no_grad(), lsim.attach(model, [*analyzers(), lsim.LogitLens()]) as probe:
         expected = model(tokens).logits
         copied = WAYS[way](model)
@@ -53,7 +54,8 @@ def test_a_copy_that_is_made_inside_attach_is_usable_and_does_not_feed_the_probe
 @pytest.mark.parametrize("way", WAYS)
 def test_a_copy_keeps_the_users_hooks_and_takes_new_ones(way):
     """Also a copy of a copy, of a part, and of a model with two probes."""
-    model, tokens = tiny_llama(), random_tokens(4, 9)
+    model = tiny_llama()
+    tokens = random_tokens(4, 9)
     model.model.layers[0].register_forward_hook(observe)
     model.model.layers[1].register_forward_pre_hook(observe, with_kwargs=True)
     before = hooks(model)
@@ -71,7 +73,8 @@ def test_a_copy_keeps_the_users_hooks_and_takes_new_ones(way):
 
 def test_an_average_of_weights_over_a_training_and_the_best_model_of_it():
     """Copies at every step, as EMA and early stopping make them."""
-    model, tokens = tiny_llama(), random_tokens(4, 9)
+    model = tiny_llama()
+    tokens = random_tokens(4, 9)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     average = torch.optim.swa_utils.AveragedModel(model)
     with lsim.attach(model, analyzers()) as probe:
@@ -94,7 +97,8 @@ def test_an_average_of_weights_over_a_training_and_the_best_model_of_it():
 
 @pytest.mark.heavy("a process of its own")
 def test_a_saved_model_is_loaded_where_this_package_is_not(tmp_path):
-    model, tokens = tiny_llama(), random_tokens(4, 9)
+    model = tiny_llama()
+    tokens = random_tokens(4, 9)
     with torch.no_grad(), lsim.attach(model, analyzers()):
         expected = model(tokens).logits
         torch.save((model, tokens, expected), tmp_path / "model.pt")

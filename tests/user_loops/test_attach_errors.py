@@ -44,7 +44,8 @@ class Broken(Analyzer):
 @pytest.mark.parametrize("count", [1, 200])
 def test_an_analyzer_that_fails_is_reported_by_results(count):
     """At once, and with the tokens that are gathered before they are reduced."""
-    model, tokens = tiny_llama(), random_tokens(2, 12)
+    model = tiny_llama()
+    tokens = random_tokens(2, 12)
     with torch.no_grad():
         expected = model(tokens).logits
         with lsim.attach(model, [COSINE, Broken()]) as probe:
@@ -56,7 +57,8 @@ def test_an_analyzer_that_fails_is_reported_by_results(count):
 
 
 def test_a_pass_that_ends_early_is_said_with_the_last_site():
-    model, tokens = bridge(tiny_llama()), random_tokens(2, 9)
+    model = bridge(tiny_llama())
+    tokens = random_tokens(2, 9)
     with torch.no_grad(), lsim.attach(model, COSINE) as probe:
         model.run_with_cache(tokens, stop_at_layer=2)
     with pytest.raises(lsim.LayersimError, match=r"ended after blocks\.1\.hook_resid_post.*\b4 sites.*at=") as refused:
@@ -97,7 +99,8 @@ def test_attach_without_with_says_what_to_do():
 
 
 def test_a_change_of_dtype_inside_attach_is_measured_and_recorded():
-    model, tokens = tiny_llama(), random_tokens(4, 12)
+    model = tiny_llama()
+    tokens = random_tokens(4, 12)
     with torch.no_grad(), lsim.attach(model, [lsim.LogitLens(), COSINE]) as probe:
         model(tokens)
         model.to(torch.bfloat16)
@@ -111,7 +114,8 @@ def test_a_change_of_dtype_inside_attach_is_measured_and_recorded():
 
 
 def test_a_head_that_is_replaced_inside_attach_does_not_end_the_loop():
-    model, tokens = tiny_llama(), random_tokens(4, 12)
+    model = tiny_llama()
+    tokens = random_tokens(4, 12)
     with torch.no_grad(), lsim.attach(model, lsim.LogitLens()) as probe:
         model(tokens)
         model.lm_head = torch.nn.Identity()
@@ -130,7 +134,8 @@ class Quartered(LlamaForCausalLM):
 
 
 def test_a_lens_of_logits_that_the_model_multiplies_is_refused():
-    model, tokens = tiny_llama(), random_tokens(4, 12)
+    model = tiny_llama()
+    tokens = random_tokens(4, 12)
     model.__class__ = Quartered
     with lsim.attach(model, lsim.LogitLens()) as probe, torch.no_grad():
         logits = model(tokens).logits.double()
@@ -145,7 +150,8 @@ def test_a_pass_that_cannot_be_read_does_not_keep_its_activations():
     import gc
     import weakref
 
-    model, seen = OwnBlocks(), []
+    model = OwnBlocks()
+    seen = []
     model.parts[0].register_forward_hook(lambda _m, args, _o: seen.append(weakref.ref(args[0])))
     with lsim.attach(lsim.open_model(model, layers=["parts.0", "parts.1", "parts.2"]), COSINE) as probe:
         model(random_tokens(1, 9)[0])
@@ -157,11 +163,13 @@ def test_a_pass_that_cannot_be_read_does_not_keep_its_activations():
 
 @each_model
 def test_attaching_changes_neither_state_nor_random_numbers_nor_modes(make):
-    model, tokens = make().train(), random_tokens(2, 12)
+    model = make().train()
+    tokens = random_tokens(2, 12)
     logits(model, tokens)
     state = copy.deepcopy({name: value.clone() for name, value in model.state_dict().items()})
     kept = {name: (set(vars(m)), m.training) for name, m in model.named_modules()}
-    before, random = hooks(model), torch.get_rng_state()
+    before = hooks(model)
+    random = torch.get_rng_state()
     with torch.no_grad(), lsim.attach(model, lenses()) as probe:
         assert torch.equal(torch.get_rng_state(), random)
         logits(model.eval(), tokens)
@@ -174,7 +182,8 @@ def test_attaching_changes_neither_state_nor_random_numbers_nor_modes(make):
 
 
 def test_gradients_are_the_same_when_the_probe_fails():
-    model, tokens = tiny_llama(), random_tokens(2, 12)
+    model = tiny_llama()
+    tokens = random_tokens(2, 12)
     plain = torch.autograd.grad(model(tokens).logits.square().mean(), [*model.parameters()])
     with lsim.attach(model, [COSINE, Broken()]) as probe:
         probe.mask = torch.ones(7, 7)
@@ -184,7 +193,8 @@ def test_gradients_are_the_same_when_the_probe_fails():
 
 
 def test_every_kind_of_misfit_leaves_the_loop_alone():
-    model, tokens = tiny_llama(), random_tokens(2, 6)
+    model = tiny_llama()
+    tokens = random_tokens(2, 6)
     ways = {
         "mask": lambda: model(tokens, attention_mask=torch.zeros(2, 1, 6, 6)),
         "inputs": lambda: model(inputs_embeds=torch.randn(2, 6, 32), attention_mask=torch.ones(2, 6)),
@@ -205,7 +215,8 @@ def test_every_kind_of_misfit_leaves_the_loop_alone():
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_compiled_models(fullgraph, warmed):
     torch._dynamo.reset()
-    model, tokens = tiny_llama(), random_tokens(2, 8)
+    model = tiny_llama()
+    tokens = random_tokens(2, 8)
     compiled = torch.compile(model, fullgraph=fullgraph, backend="eager")
     measured = not fullgraph and not warmed
     with torch.no_grad():
@@ -232,7 +243,8 @@ def test_compiled_models(fullgraph, warmed):
 @pytest.mark.heavy("torch.compile")
 def test_the_original_module_of_a_compiled_model_is_measured():
     torch._dynamo.reset()
-    model, tokens = tiny_llama(), random_tokens(4, 8)
+    model = tiny_llama()
+    tokens = random_tokens(4, 8)
     expected = lsim.analyze(model, tokens, lsim.CKA(level="token"))["cka"].values
     compiled = torch.compile(model, backend="eager")
     paths = [f"_orig_mod.model.layers.{i}" for i in range(3)]
@@ -250,7 +262,8 @@ def test_the_original_module_of_a_compiled_model_is_measured():
 
 @pytest.mark.parametrize("block", [0, 1])
 def test_a_block_that_is_replaced_in_the_loop_is_told(block):
-    model, tokens = tiny_llama(), random_tokens(2, 8)
+    model = tiny_llama()
+    tokens = random_tokens(2, 8)
     with lsim.attach(model, lsim.Cosine(center="none")) as probe, torch.no_grad():
         model(tokens)
         model.model.layers[block] = tiny_llama(seed=1).model.layers[block]
@@ -279,7 +292,8 @@ def test_headlines_begin_with_what_is_defined():
 
 @pytest.mark.parametrize("action", ["default", "error"])
 def test_an_error_of_the_probe_is_told_once_and_the_loop_goes_on(action):
-    model, tokens = tiny_llama(), random_tokens(2, 8)
+    model = tiny_llama()
+    tokens = random_tokens(2, 8)
     with warnings.catch_warnings(record=action == "default") as said, torch.no_grad():
         warnings.simplefilter(action)
         with lsim.attach(model, lsim.Cosine(center="none")) as probe:

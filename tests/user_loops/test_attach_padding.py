@@ -21,9 +21,11 @@ from .test_attach_transformer_lens import transformer_lens_models
 def test_a_mask_leaves_padding_out(make):
     model = make()
     rows = [random_tokens(1, n, seed=n)[0] for n in (9, 5, 7, 8)]
-    tokens, mask = torch.full((4, 9), 2), torch.zeros(4, 9, dtype=torch.bool)
+    tokens = torch.full((4, 9), 2)
+    mask = torch.zeros(4, 9, dtype=torch.bool)
     for i, row in enumerate(rows):
-        tokens[i, : len(row)], mask[i, : len(row)] = row, True
+        tokens[i, : len(row)] = row
+        mask[i, : len(row)] = True
     expected = lsim.analyze(model, rows, analyzers())
     with torch.no_grad(), lsim.attach(model, analyzers()) as probe:
         probe.mask = mask
@@ -59,7 +61,8 @@ def test_a_mask_of_the_wrong_shape_or_without_positions_is_refused(mask, message
 @pytest.mark.parametrize("bos", [False, True])
 def test_padding_of_transformer_lens_is_left_out(kind, side, form, bos):
     model = transformer_lens_models()[kind]()
-    model.tokenizer, model.cfg.tokenizer_prepends_bos = tiny_tokenizer(), False
+    model.tokenizer = tiny_tokenizer()
+    model.cfg.tokenizer_prepends_bos = False
     model.tokenizer.padding_side = side
     # As in GPT-2, where BOS, EOS and padding are one id.
     model.tokenizer.bos_token = model.tokenizer.eos_token
@@ -117,7 +120,8 @@ def test_pads_that_no_mask_tells_of_are_refused():
 
 
 def test_a_mask_that_cannot_be_read_is_refused():
-    model, tokens = tiny_llama(), random_tokens(4, 6)
+    model = tiny_llama()
+    tokens = random_tokens(4, 6)
     four = torch.zeros(4, 1, 6, 6)
     with torch.no_grad(), lsim.attach(model, analyzers()) as probe:
         model(tokens, attention_mask=four)

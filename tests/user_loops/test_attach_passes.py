@@ -19,7 +19,8 @@ from ..running.runs import analyzers, each_model, hooks, logits
 
 
 def test_a_failed_forward_pass_does_not_spoil_the_next():
-    model, tokens = tiny_llama(), random_tokens(2, 12)
+    model = tiny_llama()
+    tokens = random_tokens(2, 12)
     broken = [True]
 
     def fail(module, args):
@@ -74,7 +75,8 @@ class Checkpointed(torch.nn.Module):
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_does_not_count_twice(layers, reentrant):
     """The backward pass runs blocks again, one by one; of a single block that looks like a whole forward pass."""
-    model, tokens = Checkpointed(layers, reentrant), random_tokens(4, 12)
+    model = Checkpointed(layers, reentrant)
+    tokens = random_tokens(4, 12)
     paths = [f"parts.{i}" for i in range(layers)]
     with lsim.attach(lsim.open_model(model, layers=paths), analyzers()) as probe:
         model(tokens).square().mean().backward()
@@ -83,7 +85,8 @@ def test_gradient_checkpointing_does_not_count_twice(layers, reentrant):
 
 @each_model
 def test_gradient_checkpointing_of_a_real_layout(make):
-    model, tokens = make().train(), random_tokens(4, 12)
+    model = make().train()
+    tokens = random_tokens(4, 12)
     getattr(model, "original_model", model).gradient_checkpointing_enable()
     with lsim.attach(model, analyzers()) as probe:
         logits(model, tokens).square().mean().backward()
@@ -91,7 +94,8 @@ def test_gradient_checkpointing_of_a_real_layout(make):
 
 
 def test_a_block_that_is_run_alone_is_no_forward_pass():
-    model, tokens = OwnBlocks(), random_tokens(2, 12)
+    model = OwnBlocks()
+    tokens = random_tokens(2, 12)
     layers = ["parts.0", "parts.1", "parts.2"]
     with torch.no_grad(), lsim.attach(lsim.open_model(model, layers=layers), lsim.Cosine(center="none")) as probe:
         model.parts[1](torch.ones(2, 12, 8))
@@ -103,7 +107,8 @@ def test_a_block_that_is_run_alone_is_no_forward_pass():
 
 
 def test_the_stack_inside_a_model_may_be_run_too():
-    model, tokens = tiny_llama(), random_tokens(2, 6)
+    model = tiny_llama()
+    tokens = random_tokens(2, 6)
     mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
     with torch.no_grad(), lsim.attach(model, analyzers()) as probe:
         model.model(tokens, attention_mask=mask)
@@ -112,7 +117,8 @@ def test_the_stack_inside_a_model_may_be_run_too():
 
 
 def test_forward_passes_of_analyze_inside_the_block_are_not_counted():
-    model, tokens = tiny_llama(), random_tokens(2, 12)
+    model = tiny_llama()
+    tokens = random_tokens(2, 12)
     with torch.no_grad(), lsim.attach(model, analyzers()) as probe:
         model(tokens)
         lsim.analyze(model, random_tokens(4, 9), [lsim.Cosine(), lsim.BlockCoupling(k=2)])
@@ -121,7 +127,8 @@ def test_forward_passes_of_analyze_inside_the_block_are_not_counted():
 
 
 def test_centred_cosine_with_the_mean_of_an_earlier_run():
-    model, tokens = tiny_llama(), random_tokens(8, 12)
+    model = tiny_llama()
+    tokens = random_tokens(8, 12)
     expected = lsim.analyze(model, tokens, lsim.Cosine())["cosine"]
     with torch.no_grad(), lsim.attach(model, lsim.Cosine(center=expected.mean)) as probe:
         for rows in tokens.split(4):
@@ -145,7 +152,8 @@ def in_replicas(model, tokens):
 
 @pytest.mark.parametrize("run", [in_a_thread, in_replicas])
 def test_a_forward_pass_in_another_thread_is_refused_in_the_results(run):
-    model, tokens = tiny_llama(), random_tokens(4, 9)
+    model = tiny_llama()
+    tokens = random_tokens(4, 9)
     with torch.no_grad(), lsim.attach(model, [COSINE, lsim.LogitLens()]) as probe:
         expected = model(tokens).logits
         with pytest.warns(lsim.LayersimWarning, match="another thread"):
@@ -158,7 +166,8 @@ def test_a_forward_pass_in_another_thread_is_refused_in_the_results(run):
 
 
 def test_a_probe_measures_the_thread_that_enters_its_block():
-    model, tokens = tiny_llama(), random_tokens(4, 9)
+    model = tiny_llama()
+    tokens = random_tokens(4, 9)
 
     def loop():
         with torch.no_grad(), lsim.attach(model, COSINE) as probe:
@@ -174,12 +183,15 @@ def test_a_probe_measures_the_thread_that_enters_its_block():
 @pytest.mark.parametrize("way", ["cosine", "logit_lens", "block_coupling"])
 def test_analyze_reads_its_own_forward_passes_while_another_thread_runs_the_model(way):
     """Of a Hugging Face model: a TransformerBridge mixes up the forward passes of threads by itself."""
-    model, tokens, other = tiny_llama(), random_tokens(4, 12), random_tokens(4, 12, seed=5)
+    model = tiny_llama()
+    tokens = random_tokens(4, 12)
+    other = random_tokens(4, 12, seed=5)
     analyzer = {"cosine": COSINE, "logit_lens": lsim.LogitLens(), "block_coupling": lsim.BlockCoupling(k=2)}[way]
     expected = lsim.analyze(model, lsim.Data(tokens, batch_size=1), analyzer)[way]
     with torch.no_grad():
         before = model(other).logits
-    stop, seen = threading.Event(), []
+    stop = threading.Event()
+    seen = []
 
     def loop():
         with torch.no_grad():
@@ -204,7 +216,9 @@ def test_the_lens_of_a_probe_does_not_switch_off_hooks_and_dropout_of_other_thre
     """A lens calls the norm and the head, which another thread may be in the middle of."""
     from tl_layersim.architectures.output_heads import Quiet
 
-    calls, inside, go = [], threading.Event(), threading.Event()
+    calls = []
+    inside = threading.Event()
+    go = threading.Event()
 
     class Slow(torch.nn.Linear):
         def forward(self, x):
@@ -228,7 +242,9 @@ def test_the_lens_of_a_probe_does_not_switch_off_hooks_and_dropout_of_other_thre
 
 
 def test_a_call_of_the_model_inside_its_own_forward_pass_is_a_pass_of_its_own():
-    model, tokens, inner = tiny_llama(), random_tokens(2, 9), random_tokens(3, 5, seed=1)
+    model = tiny_llama()
+    tokens = random_tokens(2, 9)
+    inner = random_tokens(3, 5, seed=1)
     busy = []
 
     def again(*_):
@@ -251,7 +267,8 @@ def test_a_call_of_the_model_inside_its_own_forward_pass_is_a_pass_of_its_own():
 
 def test_a_pass_inside_another_that_cannot_be_told_apart_is_refused():
     """`forward` itself is called past the model's hooks, so nothing says where the inner pass begins and ends."""
-    model, busy = OwnBlocks(), []
+    model = OwnBlocks()
+    busy = []
 
     def again(*_):
         if not busy:

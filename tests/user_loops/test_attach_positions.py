@@ -65,7 +65,8 @@ def test_the_rule_selects_among_the_positions_of_the_probe_s_mask(rule):
 
 def test_a_bridge_is_measured_at_the_rule_s_positions():
     _, x = by_hand("llama", RULES["last"][1])
-    model, data = bridge(tiny_llama().double()), padded()
+    model = bridge(tiny_llama().double())
+    data = padded()
     with torch.no_grad(), attached(model, "last") as probe:
         model(data["input_ids"], attention_mask=data["attention_mask"])
     check(probe.results()["cosine"], x, atol=1e-6)
@@ -82,7 +83,8 @@ def test_the_default_is_the_position_that_the_head_reads(kind, rule):
 
 
 def test_rows_as_samples_are_whole_by_default():
-    model, data = causal_classifier(), padded()
+    model = causal_classifier()
+    data = padded()
     with torch.no_grad(), lsim.attach(model, lsim.CKA(level="sequence")) as probe:
         model(input_ids=data["input_ids"], attention_mask=data["attention_mask"])
     found = probe.results()["cka"]
@@ -100,7 +102,8 @@ def generate(model, rule, prompt):
 @pytest.mark.parametrize("length", [1, 7])
 def test_steps_of_cached_generation_are_counted_by_all_and_last(length):
     """The last of five new tokens is never run."""
-    model, prompt = tiny_llama(), random_tokens(2, length)
+    model = tiny_llama()
+    prompt = random_tokens(2, length)
     assert generate(model, "all", prompt).provenance.tokens == 2 * (length + 4)
     assert generate(model, "last", prompt).provenance.tokens == 2 * 5
 
@@ -115,7 +118,8 @@ def test_steps_of_cached_generation_are_no_rows(rule, length):
 
 
 def test_a_loop_of_steps_without_a_mask_is_refused_too():
-    model, tokens = tiny_llama(), random_tokens(1, 4)
+    model = tiny_llama()
+    tokens = random_tokens(1, 4)
     with torch.no_grad(), attached(model, "first") as probe:
         past = None
         for i in range(4):
@@ -125,7 +129,8 @@ def test_a_loop_of_steps_without_a_mask_is_refused_too():
 
 
 def test_rows_of_one_token_are_rows():
-    model, tokens = tiny_llama(), random_tokens(4, 1)
+    model = tiny_llama()
+    tokens = random_tokens(4, 1)
     with torch.no_grad(), attached(model, "first") as probe:
         model(tokens)
     assert probe.results()["cosine"].provenance.tokens == 4
@@ -154,7 +159,8 @@ def test_the_lens_has_no_mean():
 
 
 def test_a_row_without_a_selected_position_contributes_nothing():
-    model, tokens = tiny_llama(), random_tokens(2, 6)
+    model = tiny_llama()
+    tokens = random_tokens(2, 6)
     tokens[0] = 3
     tokens[1] = 4
     with torch.no_grad(), attached(model, lambda ids: ids == 4) as probe:

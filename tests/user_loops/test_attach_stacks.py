@@ -37,7 +37,8 @@ def pair():
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": 100}
     config = EncoderDecoderConfig.from_encoder_decoder_configs(BertConfig(**sizes), BertConfig(**sizes))
-    config.decoder_start_token_id, config.pad_token_id = 1, 0
+    config.decoder_start_token_id = 1
+    config.pad_token_id = 0
     return EncoderDecoderModel(config).eval()
 
 
@@ -91,14 +92,16 @@ def attached(model, layers, *calls):
 def test_a_decoder_without_a_mask_counts_all_of_its_tokens_whatever_the_encoders_mask_says(make, decoder, encoder):
     model = make()
     for length in (9, 5, 12):
-        found, every = attached(model, paths(decoder), given := inputs(length)), torch.ones(8, length).bool()
+        found = attached(model, paths(decoder), given := inputs(length))
+        every = torch.ones(8, length).bool()
         assert found.provenance.tokens == 8 * length
         assert float(found.values[1, 3]) == pytest.approx(by_hand(model, paths(decoder), every, given), abs=1e-6)
 
 
 @each_model
 def test_the_decoders_own_mask_decides(make, decoder, encoder):
-    model, given = make(), inputs()
+    model = make()
+    given = inputs()
     mask = torch.ones(8, 9, dtype=torch.int64)
     mask[3, 4:] = 0
     given["decoder_attention_mask"] = mask
@@ -109,7 +112,8 @@ def test_the_decoders_own_mask_decides(make, decoder, encoder):
 
 @each_model
 def test_the_encoder_keeps_the_encoders_mask(make, decoder, encoder):
-    model, given = make(), inputs(5) | {"decoder_attention_mask": torch.ones(8, 5, dtype=torch.int64)}
+    model = make()
+    given = inputs(5) | {"decoder_attention_mask": torch.ones(8, 5, dtype=torch.int64)}
     found = attached(model, paths(encoder), given)
     assert found.provenance.tokens == 65
     mask = given["attention_mask"].bool()
@@ -119,7 +123,8 @@ def test_the_encoder_keeps_the_encoders_mask(make, decoder, encoder):
 @each_model
 def test_targets_as_labels_are_the_decoders_tokens(make, decoder, encoder):
     """The model shifts them; with the encoder's tokens in their place another loss would come out."""
-    model, given = make(), inputs()
+    model = make()
+    given = inputs()
     labels = given.pop("decoder_input_ids")
     seen = []
     probe = lsim.attach(lsim.open_model(model, layers=paths(decoder)), lsim.NeuralCollapse(classes=(3, 4)))
@@ -132,7 +137,8 @@ def test_targets_as_labels_are_the_decoders_tokens(make, decoder, encoder):
 
 
 def test_a_decoder_that_generates_is_measured_step_by_step():
-    model, given = t5(), inputs()
+    model = t5()
+    given = inputs()
     with torch.no_grad(), lsim.attach(lsim.open_model(model, layers=paths("decoder.block")), COSINE) as probe:
         model.generate(given["input_ids"], attention_mask=given["attention_mask"], max_new_tokens=5, min_new_tokens=5)
     assert probe.results()["cosine"].provenance.tokens == 8 * 5
@@ -141,7 +147,8 @@ def test_a_decoder_that_generates_is_measured_step_by_step():
 def test_padding_of_a_decoder_that_no_mask_tells_of_is_refused_and_its_start_token_is_not():
     from ..models.tiny_models import tiny_tokenizer
 
-    model, given = t5(), inputs()
+    model = t5()
+    given = inputs()
     model.tokenizer = tiny_tokenizer()
     model.tokenizer.pad_token = "<unk>"
     given["decoder_input_ids"][:, 0] = 0
@@ -180,7 +187,8 @@ def test_the_mask_of_a_text_is_not_taken_for_one_of_an_image():
 
 def test_a_mask_is_longer_than_the_row_with_a_cache_alone():
     """Without a cache, its last positions are not those of the row."""
-    model, tokens = tiny_llama(), random_tokens(2, 6)
+    model = tiny_llama()
+    tokens = random_tokens(2, 6)
     mask = torch.tensor([[0] * 2 + [1] * 6 + [0], [1] * 9])
     with torch.no_grad():
         past = model(tokens, use_cache=True).past_key_values
@@ -210,7 +218,8 @@ class Own(torch.nn.Module):
 
 
 def test_the_mask_of_a_transformer_lens_model_that_is_run_past_its_hooks():
-    model, tokens = bridge(tiny_gpt2()), random_tokens(2, 6)
+    model = bridge(tiny_gpt2())
+    tokens = random_tokens(2, 6)
     mask = torch.ones_like(tokens)
     mask[0, 4:] = 0
     ways = [

@@ -16,7 +16,8 @@ from ..running.runs import analyzers, hooks
 def test_hooked_transformer_in_its_own_loop():
     from ..models.wrapped_models import hooked_transformer
 
-    model, tokens = hooked_transformer(tiny_gpt2()), random_tokens(2, 8)
+    model = hooked_transformer(tiny_gpt2())
+    tokens = random_tokens(2, 8)
     before = hooks(model)
     with lsim.attach(model, analyzers()) as probe:
         model(tokens, return_type="loss").backward()
@@ -38,7 +39,8 @@ def transformer_lens_models():
 @pytest.mark.parametrize("way", ["run_with_hooks", "run_with_cache", "forward"])
 def test_every_way_to_run_a_transformer_lens_model_is_read(kind, way):
     """Some of them call `forward` past the model's own hooks."""
-    model, tokens = transformer_lens_models()[kind](), random_tokens(2, 8)
+    model = transformer_lens_models()[kind]()
+    tokens = random_tokens(2, 8)
     run = {
         "run_with_hooks": lambda: model.run_with_hooks(tokens, fwd_hooks=[]),
         "run_with_cache": lambda: model.run_with_cache(tokens),
@@ -52,7 +54,8 @@ def test_every_way_to_run_a_transformer_lens_model_is_read(kind, way):
 
 @pytest.mark.filterwarnings("ignore:HookedTransformer is deprecated")
 def test_a_hooked_transformer_generates_under_the_lens():
-    model, tokens = transformer_lens_models()["HookedTransformer"](), random_tokens(2, 8)
+    model = transformer_lens_models()["HookedTransformer"]()
+    tokens = random_tokens(2, 8)
     with torch.no_grad(), lsim.attach(model, lsim.Saturation()) as probe:
         model.generate(tokens, max_new_tokens=4, stop_at_eos=False, verbose=False)
     assert probe.results()["saturation"].counts.sum() == 2 * (8 + 3)

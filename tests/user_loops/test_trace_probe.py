@@ -23,19 +23,20 @@ def traced(module, **options):
     return TransformersModel(module, task="text-generation", tokenizer=tiny_tokenizer(), **options)
 
 
-def differences(report, other):
+def differences(report, expected):
     """The fields of two reports that are not equal to the last bit."""
-    assert report.keys() == other.keys()
-    found = []
+    assert report.keys() == expected.keys()
+    differing = []
     for name in report:
         for field in fields(report[name]):
-            a, b = getattr(report[name], field.name), getattr(other[name], field.name)
+            a = getattr(report[name], field.name)
+            b = getattr(expected[name], field.name)
             if isinstance(a, torch.Tensor) and not torch.equal(a.nan_to_num(), b.nan_to_num()):
-                found.append((name, field.name))
-    return found
+                differing.append((name, field.name))
+    return differing
 
 
-def read(model, probe, tokens, remote=False, scale=None):
+def run_trace(model, probe, tokens, remote=False, scale=None):
     with model.trace(remote=remote) as tracer:
         with tracer.invoke(tokens):
             if scale is not None:
@@ -57,9 +58,11 @@ def hooked(module, tokens, analyzers, scale=0.0, **options):
 def test_a_trace_without_intervention_equals_analyze_to_the_last_bit(remote):
     model = traced(tiny_llama())
     probe = lsim.attach(model, ANALYZERS)
-    read(model, probe, TOKENS, remote)
+    run_trace(model, probe, TOKENS, remote)
     report = probe.results()
+
     assert differences(report, lsim.analyze(model, TOKENS, ANALYZERS)) == []
+
     provenance = report["cosine"].provenance
     assert (provenance.tokens, provenance.sequences) == (480, 24)
     assert provenance.options["in_traces"] is True
@@ -71,9 +74,12 @@ def test_a_trace_without_intervention_equals_analyze_to_the_last_bit(remote):
 def test_a_trace_with_an_intervention_equals_a_hooked_model(remote, scale):
     module = tiny_llama()
     model = traced(module)
+
     probe = lsim.attach(model, ANALYZERS)
-    read(model, probe, TOKENS, remote, scale)
+    run_trace(model, probe, TOKENS, remote, scale)
+
     assert differences(probe.results(), hooked(module, TOKENS, ANALYZERS, scale)) == []
+
     plain = lsim.analyze(module, TOKENS, QUICK)["cosine"].values
     assert float((probe.results()["cosine"].values - plain).abs().max()) > 0.01
 
@@ -96,10 +102,12 @@ def test_sites_and_positions_equal_analyze(options, data, remote):
     module = tiny_llama()
     model = traced(module)
     analyzers = [lsim.Cosine(center="none"), lsim.CKA(minibatch=16)]
+
     probe = lsim.attach(model, analyzers, **options)
-    read(model, probe, TOKENS, remote, 0.5)
+    run_trace(model, probe, TOKENS, remote, 0.5)
     sites = {name: value for name, value in options.items() if name != "positions"}
     expected = hooked(module, lsim.Data(TOKENS, **data), analyzers, 0.5, **sites)
+
     assert differences(probe.results(), expected) == []
     assert probe.results()["cosine"].layers == expected["cosine"].layers
 
@@ -107,6 +115,7 @@ def test_sites_and_positions_equal_analyze(options, data, remote):
 def test_invokes_and_traces_add_up():
     module = tiny_llama()
     model = traced(module)
+
     probe = lsim.attach(model, ANALYZERS)
     for part in TOKENS[:16].split(8):
         with model.trace() as tracer:
@@ -118,8 +127,10 @@ def test_invokes_and_traces_add_up():
                 probe.read()
     report = probe.results()
     cosine = hooked(module, TOKENS[:16], QUICK)["cosine"]
+
     torch.testing.assert_close(report["cosine"].values, cosine.values, rtol=0, atol=1e-6)
     assert (report["cosine"].provenance.tokens, report["cosine"].provenance.sequences) == (320, 16)
+
     probe.reset()
     with pytest.raises(lsim.LayersimError, match=r"probe\.read"):
         probe.results()
@@ -127,7 +138,8 @@ def test_invokes_and_traces_add_up():
 
 def test_an_intervention_in_one_invoke_leaves_the_rows_of_others():
     model = traced(tiny_llama())
-    probe, plain = lsim.attach(model, QUICK), lsim.attach(model, QUICK)
+    probe = lsim.attach(model, QUICK)
+    plain = lsim.attach(model, QUICK)
     with model.trace() as tracer:
         with tracer.invoke(TOKENS[:8]):
             model.model.layers[1].mlp.output[:] = 0
@@ -139,7 +151,8 @@ def test_an_intervention_in_one_invoke_leaves_the_rows_of_others():
             # The output of the head is still there for others.
             logits = model.lm_head.output.save()
     edited = hooked(model._module, TOKENS[:8], QUICK)["saturation"].counts
-    read(model, plain, TOKENS[8:16])
+    run_trace(model, plain, TOKENS[8:16])
+
     torch.testing.assert_close(probe.results()["saturation"].counts, edited + plain.results()["saturation"].counts)
     assert logits.shape == (16, 20, 100)
 
@@ -148,10 +161,12 @@ def test_an_intervention_in_one_invoke_leaves_the_rows_of_others():
 def test_padding_of_nnsight_is_not_measured(remote):
     texts = [" ".join(f"w{i}" for i in row[: 5 + number]) for number, row in enumerate(TOKENS[:8].tolist())]
     model = traced(tiny_llama())
+
     probe = lsim.attach(model, [lsim.Cosine(center="none"), lsim.LogitLens()])
-    read(model, probe, texts, remote)
+    run_trace(model, probe, texts, remote)
     report = probe.results()
     expected = lsim.analyze(model, lsim.Data(texts, prepend_bos=False), [lsim.Cosine(center="none"), lsim.LogitLens()])
+
     assert report["cosine"].provenance.tokens == expected["cosine"].provenance.tokens == sum(range(5, 13))
     for name, field in (("cosine", "values"), ("logit_lens", "cross_entropy")):
         torch.testing.assert_close(getattr(report[name], field), getattr(expected[name], field), rtol=0, atol=1e-5)
@@ -161,13 +176,16 @@ def test_a_mask_of_the_user():
     mask = (torch.arange(20) < torch.arange(12, 20)[:, None]).long()
     data = {"input_ids": TOKENS[:8], "attention_mask": mask}
     model = traced(tiny_llama())
+
     probe = lsim.attach(model, QUICK)
-    read(model, probe, data)
-    own, expected = probe.results(), lsim.analyze(model, data, QUICK)
+    run_trace(model, probe, data)
+    results = probe.results()
+    expected = lsim.analyze(model, data, QUICK)
+
     # `analyze` cuts rows to the longest, and products of other shapes round otherwise.
-    torch.testing.assert_close(own["cosine"].values, expected["cosine"].values, rtol=0, atol=1e-6)
-    assert torch.equal(own["saturation"].counts, expected["saturation"].counts)
-    assert own["cosine"].provenance.tokens == int(mask.sum())
+    torch.testing.assert_close(results["cosine"].values, expected["cosine"].values, rtol=0, atol=1e-6)
+    assert torch.equal(results["saturation"].counts, expected["saturation"].counts)
+    assert results["cosine"].provenance.tokens == int(mask.sum())
 
 
 def test_attended_padding_is_named():
@@ -176,9 +194,11 @@ def test_attended_padding_is_named():
     model = traced(module)
     tokens = TOKENS[:4].clone()
     tokens[1, -3:] = 0
+
     probe = lsim.attach(model, QUICK)
     with pytest.warns(lsim.LayersimWarning, match=r"1 rows.*attention_mask"):
-        read(model, probe, tokens)
+        run_trace(model, probe, tokens)
+
     assert probe.results()["cosine"].provenance.options["rows_with_attended_padding"] == 1
 
 
@@ -192,13 +212,14 @@ def test_each_new_token_of_a_generation(remote):
         with tracer.invoke():
             for _ in tracer.iter[:4]:
                 probe.read()
-    own = probe.results()["saturation"]
+    result = probe.results()["saturation"]
     with lsim.attach(model._module, QUICK) as loop, torch.no_grad():
         model._module.generate(TOKENS[:4, :10], max_new_tokens=4, do_sample=False, attention_mask=torch.ones(4, 10))
     expected = loop.results()["saturation"]
-    assert own.provenance.tokens == expected.provenance.tokens == 4 * 10 + 3 * 4
-    assert own.provenance.sequences == 4
-    assert torch.equal(own.counts, expected.counts)
+
+    assert result.provenance.tokens == expected.provenance.tokens == 4 * 10 + 3 * 4
+    assert result.provenance.sequences == 4
+    assert torch.equal(result.counts, expected.counts)
 
 
 def test_steps_of_a_generation_are_no_whole_rows():
@@ -221,8 +242,9 @@ def test_intervals_are_those_of_traces():
     model = traced(tiny_llama())
     probe = lsim.attach(model, QUICK, intervals=True)
     for part in TOKENS.split(2):
-        read(model, probe, part, scale=0.0)
+        run_trace(model, probe, part, scale=0.0)
     interval = probe.results()["cosine"].interval("values")
+
     assert bool((interval.low <= interval.high).all())
     assert probe.results()["cosine"].provenance.tokens == 480
 
@@ -232,19 +254,21 @@ def test_a_wrapped_module():
 
     module = tiny_gpt2()
     model = NNsight(module)
+
     probe = lsim.attach(model, ANALYZERS)
     with model.trace() as tracer:
         with tracer.invoke(TOKENS):
             pass
         with tracer.invoke():
             probe.read()
+
     assert differences(probe.results(), lsim.analyze(model, TOKENS, ANALYZERS)) == []
 
 
 def test_values_that_are_not_finite_are_named_with_their_site():
     model = traced(tiny_llama())
     with pytest.raises(lsim.LayersimError, match=r"blocks\.1\.hook_resid_post"):
-        read(model, lsim.attach(model, QUICK), TOKENS[:4], scale=float("nan"))
+        run_trace(model, lsim.attach(model, QUICK), TOKENS[:4], scale=float("nan"))
 
 
 @pytest.mark.parametrize(
@@ -260,6 +284,7 @@ def test_analyzers_that_need_more_are_refused(analyzer, word):
 def test_each_kind_of_probe_refuses_the_use_of_the_other():
     model = traced(tiny_llama())
     probe = lsim.attach(model, QUICK)
+
     with pytest.raises(lsim.LayersimError, match=r"probe\.read\(\)"), probe:
         pass
     with pytest.raises(lsim.LayersimError, match=r"probe\.mask"):
@@ -269,7 +294,7 @@ def test_each_kind_of_probe_refuses_the_use_of_the_other():
 
 
 def test_the_gradients_of_a_trace_are_those_without_a_probe():
-    def gradient(read):
+    def gradient(with_reading):
         model = traced(tiny_llama())
         probe = lsim.attach(model, QUICK)
         with model.trace() as tracer:
@@ -277,7 +302,7 @@ def test_the_gradients_of_a_trace_are_those_without_a_probe():
                 hidden = model.model.layers[0].output.save()
                 loss = model.output.logits.float().square().mean().save()
             with tracer.invoke():
-                if read:
+                if with_reading:
                     probe.read()
         assert torch.is_grad_enabled()
         return torch.autograd.grad(loss, hidden)[0]
