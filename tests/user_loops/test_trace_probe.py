@@ -257,6 +257,39 @@ def test_analyzers_that_need_more_are_refused(analyzer, word):
         lsim.attach(traced(tiny_llama()), analyzer)
 
 
+@pytest.mark.light("False")
+@REMOTE
+def test_a_read_behind_a_later_module_names_the_sites_of_the_probe(remote):
+    from nnsight.intervention.interleaver import OutOfOrderError
+
+    model = traced(tiny_llama())
+    probe = lsim.attach(model, QUICK)
+
+    def read_behind_the_last_block():
+        with model.trace(TOKENS[:2], remote=remote):
+            model.model.layers[1].output.save()
+            probe.read()
+
+    sites = r"blocks\.0\.hook_resid_pre.*blocks\.\d\.hook_resid_post"
+    with pytest.raises(OutOfOrderError, match=rf"probe\.read\(\).*{sites}.*model\.input.*tracer\.invoke\(\)"):
+        read_behind_the_last_block()
+
+
+def test_a_loop_over_more_steps_than_a_generation_has_keeps_the_steps_that_ran():
+    model = traced(tiny_llama())
+    probe = lsim.attach(model, QUICK)
+    with (
+        pytest.warns(UserWarning, match="never reached"),
+        model.generate(max_new_tokens=2, do_sample=False, eos_token_id=None) as tracer,
+    ):
+        with tracer.invoke(TOKENS[:4, :10]):
+            pass
+        with tracer.invoke():
+            for _ in tracer.iter[:5]:
+                probe.read()
+    assert probe.results()["cosine"].provenance.tokens == 4 * 10 + 4
+
+
 def test_each_kind_of_probe_refuses_the_use_of_the_other():
     model = traced(tiny_llama())
     probe = lsim.attach(model, QUICK)

@@ -60,6 +60,16 @@ class PassReader:
             The numbers of rows, of positions and of rows with attended padding; a hash of the tokens; and if any position
             counts, its sums.
         """
+        try:
+            return self._read()
+        except Exception as error:
+            # By name: a server need not have nnsight's class under the path that it has here.
+            if type(error).__name__ == "OutOfOrderError":
+                # The same object, because nnsight ends a loop over `tracer.iter` with it.
+                error.args = (out_of_order(self.reader.names, str(error)),)
+            raise
+
+    def _read(self) -> dict[str, Any]:
         # No torch.no_grad here: the model would go on under it while a module's output is awaited.
         args, kwargs = self.reader.model.inputs
         has_cache = any(hasattr(value, "get_seq_length") for value in kwargs.values())
@@ -101,6 +111,19 @@ class PassReader:
         stack: list[Any] = []
         add_leaves(stack, LEAF, None, plan.finish([reduce(plan.kernels_of(0), view)]), True)
         return output | {"sums": fold(stack, add_batch_sums), "dtype": str(buffer.activations.dtype)}
+
+
+def out_of_order(names: tuple[str, ...], reason: str) -> str:
+    """Message of nnsight's `OutOfOrderError` for a trace that ran past the sites before a probe read them.
+
+    Args:
+        names: names of the sites that the probe reads.
+        reason: nnsight's message, which names the module.
+    """
+    return (
+        f"`probe.read()` cannot read its {len(names)} sites, {names[0]} to {names[-1]}: {reason}. Call it once for each forward "
+        "pass, in an empty invoke (`with tracer.invoke(): probe.read()`) of a trace that runs to the end of the model."
+    )
 
 
 def tokens_and_mask(args: Any, kwargs: Any, mask_name: str) -> tuple[Tensor, Tensor, bool]:

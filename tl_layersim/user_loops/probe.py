@@ -95,6 +95,7 @@ class Probe:
 
         Raises:
             LayersimError: the positions of the rows are not known, or activations are not finite.
+            OutOfOrderError: nnsight's error if the trace has run past the sites. Its message names them and what to do.
         """
         raise LayersimError(
             "probe.read() is for nnsight models only. Leave it out: the probe of this model measures every forward pass "
