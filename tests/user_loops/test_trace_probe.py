@@ -241,6 +241,34 @@ def test_a_wrapped_module():
     assert differences(probe.results(), lsim.analyze(model, TOKENS, ANALYZERS)) == []
 
 
+def test_sites_are_chosen_by_either_name_of_a_renamed_module():
+    from nnsight import NNsight
+
+    # Given a model whose modules have further names, at the root and inside each block.
+    model = NNsight(tiny_gpt2(), rename={"transformer.h": "layers", "attn": "self_attn"})
+    paths = tuple(f"transformer.h.{block}.attn" for block in range(3))
+    names = [f"layers.{block}.self_attn" for block in range(3)]
+    analyzer = lsim.Cosine(center="none")
+    expected = lsim.analyze(model, TOKENS[:4], analyzer, at=list(paths))
+    for at in (names, "layers.*.self_attn", [names[0], *paths[1:]]):
+        # When the sites are named by either name.
+        report = lsim.analyze(model, TOKENS[:4], analyzer, at=at)
+        # Then they are the same sites.
+        assert report["cosine"].layers == paths
+        assert differences(report, expected) == []
+    probe = lsim.attach(model, analyzer, at=names)
+    with model.trace() as tracer:
+        with tracer.invoke(TOKENS[:4]):
+            pass
+        with tracer.invoke():
+            probe.read()
+    assert differences(probe.results(), expected) == []
+    # And names of sites and families keep their meaning.
+    assert lsim.analyze(model, TOKENS[:4], analyzer, at="attn_out")["cosine"].layers[0] == "blocks.0.hook_attn_out"
+    with pytest.raises(lsim.LayersimError, match=r"layers\.7\.self_attn"):
+        lsim.attach(model, analyzer, at="layers.7.self_attn")
+
+
 def test_values_that_are_not_finite_are_named_with_their_site():
     model = traced(tiny_llama())
     with pytest.raises(lsim.LayersimError, match=r"blocks\.1\.hook_resid_post"):
@@ -278,15 +306,17 @@ def test_a_read_behind_a_later_module_names_the_sites_of_the_probe(remote):
 def test_a_loop_over_more_steps_than_a_generation_has_keeps_the_steps_that_ran():
     model = traced(tiny_llama())
     probe = lsim.attach(model, QUICK)
-    with (
-        pytest.warns(UserWarning, match="never reached"),
-        model.generate(max_new_tokens=2, do_sample=False, eos_token_id=None) as tracer,
-    ):
-        with tracer.invoke(TOKENS[:4, :10]):
-            pass
-        with tracer.invoke():
-            for _ in tracer.iter[:5]:
-                probe.read()
+
+    def read_five_steps():
+        with model.generate(max_new_tokens=2, do_sample=False, eos_token_id=None) as tracer:
+            with tracer.invoke(TOKENS[:4, :10]):
+                pass
+            with tracer.invoke():
+                for _ in tracer.iter[:5]:
+                    probe.read()
+
+    with pytest.warns(UserWarning, match="never reached"):
+        read_five_steps()
     assert probe.results()["cosine"].provenance.tokens == 4 * 10 + 4
 
 

@@ -121,8 +121,8 @@ def out_of_order(names: tuple[str, ...], reason: str) -> str:
         reason: nnsight's message, which names the module.
     """
     return (
-        f"`probe.read()` cannot read its {len(names)} sites, {names[0]} to {names[-1]}: {reason}. Call it once for each forward "
-        "pass, in an empty invoke (`with tracer.invoke(): probe.read()`) of a trace that runs to the end of the model."
+        f"`probe.read()` cannot read its {len(names)} sites, {names[0]} to {names[-1]}: {reason}. Call it once for each "
+        "forward pass, in an empty invoke (`with tracer.invoke(): probe.read()`) of a trace that runs to the end of the model."
     )
 
 
