@@ -9,6 +9,7 @@ import torch
 
 import tl_layersim as lsim
 
+from ..models.input_models import VectorModel, image_vit, pixels
 from ..models.tiny_models import random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
 
 TOKENS = random_tokens(24, 20)
@@ -267,6 +268,60 @@ def test_sites_are_chosen_by_either_name_of_a_renamed_module():
     assert lsim.analyze(model, TOKENS[:4], analyzer, at="attn_out")["cosine"].layers[0] == "blocks.0.hook_attn_out"
     with pytest.raises(lsim.LayersimError, match=r"layers\.7\.self_attn"):
         lsim.attach(model, analyzer, at="layers.7.self_attn")
+
+
+def report_of_trace(module, inputs, analyzers, **options):
+    """The report of one trace whose inputs are no token ids."""
+    from nnsight import NNsight
+
+    model = NNsight(module)
+    probe = lsim.attach(model, analyzers, **options)
+    with model.trace(**inputs):
+        probe.read()
+    return probe.results()
+
+
+def report_of_loop(module, inputs, analyzers, **options):
+    """The report of one forward pass of the torch module itself."""
+    with torch.no_grad(), lsim.attach(module, analyzers, **options) as probe:
+        module(**inputs)
+    return probe.results()
+
+
+def test_embeddings_in_place_of_token_ids():
+    # Given embeddings, alone or with a mask.
+    module = tiny_llama()
+    embeddings = module.get_input_embeddings()(TOKENS[:4, :9]).detach()
+    mask = torch.ones(4, 9, dtype=torch.int64)
+    mask[0, 6:] = 0
+    analyzers = [*QUICK, lsim.CKA(minibatch=8), lsim.LogitLens()]
+    for inputs, tokens in (({"inputs_embeds": embeddings}, 36), ({"inputs_embeds": embeddings, "attention_mask": mask}, 33)):
+        # When a trace and a loop run the same forward pass.
+        report = report_of_trace(tiny_llama(), inputs, analyzers)
+        expected = report_of_loop(module, inputs, analyzers)
+        # Then they measure the same, and no position has a next token.
+        assert differences(report, expected) == []
+        assert report["cosine"].provenance.tokens == tokens
+        assert bool(report["logit_lens"].cross_entropy.isnan().all())
+        assert not bool(report["logit_lens"].agreement.isnan().any())
+    with pytest.raises(lsim.LayersimError, match=r"`positions`"):
+        report_of_trace(tiny_llama(), {"inputs_embeds": embeddings}, QUICK, positions=lambda row: row > 3)
+
+
+@pytest.mark.parametrize("positions", ["all", "mean"])
+def test_images_in_place_of_token_ids(positions):
+    analyzer = lsim.Cosine(center="none")
+    images = {"pixel_values": pixels(4)}
+    report = report_of_trace(image_vit(), images, analyzer, positions=positions)
+    assert differences(report, report_of_loop(image_vit(), images, analyzer, positions=positions)) == []
+
+
+def test_inputs_that_no_row_of_the_probe_can_stand_for_are_refused():
+    from nnsight import NNsight
+
+    opened = lsim.open_model(NNsight(VectorModel()), layers=["steps.0", "steps.1", "steps.2"])
+    with pytest.raises(lsim.LayersimError, match=r"VectorModel.*token ids.*lsim\.analyze"):
+        lsim.attach(opened, lsim.Cosine(center="none"))
 
 
 def test_values_that_are_not_finite_are_named_with_their_site():

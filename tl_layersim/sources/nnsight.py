@@ -96,6 +96,19 @@ class TraceReader:
             lens = None if block_output is None else remote_lens(lens, first_tensor(block_output))
         return buffer.view(token_fields, lens, calls)
 
+    def positions_of_first_site(self) -> tuple[int, int]:
+        """Numbers of rows and positions at the first site of a trace. `read` must follow before the model goes on."""
+        step = self.steps[0]
+        if step.incoming:
+            args, kwargs = step.envoy.inputs
+            hidden = first_tensor((*args, *kwargs.values()))
+        else:
+            hidden = first_tensor(step.envoy.output)
+        point = step.sites[0][1]
+        places = to_positions(hidden, point.channels, point.name, None)
+        # A model of vectors has one position for each row.
+        return places.shape[0], places.shape[1] if places.dim() > 2 else 1
+
 
 def remote_lens(unembed: Unembed, hidden: Tensor) -> Unembed:
     """A copy of the logit lens with the dtype and device of the model on a server.
