@@ -384,6 +384,8 @@ def test_each_kind_of_probe_refuses_the_use_of_the_other():
         probe.mask = torch.ones(2, 2)
     with pytest.raises(lsim.LayersimError, match=r"probe\.read\(\)"):
         lsim.attach(model._module, QUICK).read()
+    with pytest.raises(lsim.LayersimError, match=r"`every` is 2.*probe\.read\(\)"):
+        lsim.attach(model, QUICK, every=2)
 
 
 def test_the_gradients_of_a_trace_are_those_without_a_probe():

@@ -117,6 +117,7 @@ def attach(
     per_head: bool = False,
     positions: str | slice | Callable[[Tensor], Any] | None = None,
     intervals: bool = False,
+    every: int = 1,
 ) -> Probe:
     """Run analyzers on every forward pass of a model inside a `with` statement.
 
@@ -139,6 +140,8 @@ def attach(
         positions: the positions of each row of a forward pass that are measured, as in `analyze`. Steps of cached generation
             are counted only by "all" and "last". Columns of data and "assistant" are not available: set `probe.mask`.
         intervals: keep the sums of 16 to 32 jackknife blocks of forward passes, which give every result confidence intervals.
+        every: n to measure the first of each n forward passes, counted from the start of the `with` block or from `reset()`;
+            the others run without the probe's work. Steps of cached generation belong together and raise an error if n > 1.
 
     Returns:
         A `Probe`. It measures forward passes inside a `with` statement, or traces by `read()`; `results()` is the report.
@@ -154,6 +157,8 @@ def attach(
         >>> probe.results()["cosine"].provenance.tokens
         40
     """
+    if every < 1:
+        raise LayersimError(f"`every` is {every}; it must be 1 or more.")
     chosen = choose_analyzers(analyzers)
     opened = OpenedModel.of(model)
     if is_nnsight(opened.model) and not opened.remote and only_on_servers(opened.model):
@@ -178,6 +183,11 @@ def attach(
             "forward passes. Set `probe.mask` before the forward pass."
         )
     if isinstance(source, HookedSource):
-        return LoopProbe(source, chosen, plan, rule, intervals)
+        return LoopProbe(source, chosen, plan, rule, intervals, every)
+    if every > 1:
+        raise LayersimError(
+            f"`every` is {every}, but an nnsight model is measured in the traces that call probe.read(). Leave out `every`, "
+            "and call it in the traces to be measured."
+        )
     settle(source, chosen, plan)
     return TraceProbe(source, chosen, plan, rule, intervals)
