@@ -297,3 +297,69 @@ def replicas(model, count):
                 copied._parameters[name] = parameter
         made.append(copies[model])
     return made
+
+
+def test_each_third_forward_pass_is_measured_and_the_others_are_not_read():
+    # Given a loop of eight passes, one of which fails, and a rule that tells which rows the probe looks at.
+    model = tiny_llama()
+    parts = random_tokens(16, 9).split(2)
+    rows_seen = []
+
+    def from_third(row):
+        rows_seen.append(tuple(row.tolist()))
+        return range(2, len(row))
+
+    with torch.no_grad(), lsim.attach(model, [COSINE, lsim.LogitLens()], positions=from_third, every=3) as probe:
+        for number, part in enumerate(parts):
+            if number == 4:
+                with pytest.raises(IndexError):
+                    model(part + 10**6)
+            else:
+                model(part)
+    # Then passes 0, 3 and 6 are measured, also where an earlier one failed, and no row of another pass is looked at.
+    measured = torch.cat([parts[0], parts[3], parts[6]])
+    assert rows_seen == [tuple(row) for row in measured.tolist()]
+    data = lsim.Data(measured, positions=slice(2, None))
+    expected = lsim.analyze(model, data, [COSINE, lsim.LogitLens()])
+    for name, result in probe.results().items():
+        assert worst(result, expected[name]) < 1e-6
+        assert result.provenance.tokens == 3 * 2 * 7
+        assert result.provenance.options["every"] == 3
+
+
+def test_each_second_pass_counts_from_a_reset_and_passes_inside_a_stack_count_once():
+    model = tiny_llama()
+    rows = random_tokens(1, 9)
+    with torch.no_grad(), lsim.attach(model, COSINE, every=2) as probe:
+        model(rows)
+        probe.reset()
+        # The pass after a reset is the first.
+        model(rows[:, :5])
+        model.model(rows)
+        model.model(rows[:, :3])
+    assert probe.results()["cosine"].provenance.tokens == 5 + 3
+    assert hooks(model) == 0
+
+
+def test_steps_of_a_generation_are_not_taken_apart():
+    model = tiny_llama()
+    with torch.no_grad(), lsim.attach(model, COSINE, every=2) as probe:
+        out = model.generate(random_tokens(2, 6), max_new_tokens=3, do_sample=False)
+    # The loop itself goes on.
+    assert out.shape[1] <= 9
+    with pytest.raises(lsim.LayersimError, match=r"`every` is 2"):
+        probe.results()
+
+
+def test_passes_of_transformer_lens_that_do_not_call_the_model_are_not_counted_apart():
+    model = bridge(tiny_llama())
+    with torch.no_grad(), lsim.attach(model, COSINE, every=2) as probe:
+        for _ in range(3):
+            model(random_tokens(2, 6))
+    assert probe.results()["cosine"].provenance.tokens == 24
+
+
+@pytest.mark.parametrize("every", [0, -2])
+def test_a_number_of_passes_below_one_is_refused(every):
+    with pytest.raises(lsim.LayersimError, match=rf"`every` is {every}"):
+        lsim.attach(tiny_llama(), COSINE, every=every)

@@ -9,6 +9,7 @@ import torch
 
 import tl_layersim as lsim
 
+from ..models.input_models import VectorModel, image_vit, pixels
 from ..models.tiny_models import random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
 
 TOKENS = random_tokens(24, 20)
@@ -265,6 +266,88 @@ def test_a_wrapped_module():
     assert differences(probe.results(), lsim.analyze(model, TOKENS, ANALYZERS)) == []
 
 
+def test_sites_are_chosen_by_either_name_of_a_renamed_module():
+    from nnsight import NNsight
+
+    # Given a model whose modules have further names, at the root and inside each block.
+    model = NNsight(tiny_gpt2(), rename={"transformer.h": "layers", "attn": "self_attn"})
+    paths = tuple(f"transformer.h.{block}.attn" for block in range(3))
+    names = [f"layers.{block}.self_attn" for block in range(3)]
+    analyzer = lsim.Cosine(center="none")
+    expected = lsim.analyze(model, TOKENS[:4], analyzer, at=list(paths))
+    for at in (names, "layers.*.self_attn", [names[0], *paths[1:]]):
+        # When the sites are named by either name.
+        report = lsim.analyze(model, TOKENS[:4], analyzer, at=at)
+        # Then they are the same sites.
+        assert report["cosine"].layers == paths
+        assert differences(report, expected) == []
+    probe = lsim.attach(model, analyzer, at=names)
+    with model.trace() as tracer:
+        with tracer.invoke(TOKENS[:4]):
+            pass
+        with tracer.invoke():
+            probe.read()
+    assert differences(probe.results(), expected) == []
+    # And names of sites and families keep their meaning.
+    assert lsim.analyze(model, TOKENS[:4], analyzer, at="attn_out")["cosine"].layers[0] == "blocks.0.hook_attn_out"
+    with pytest.raises(lsim.LayersimError, match=r"layers\.7\.self_attn"):
+        lsim.attach(model, analyzer, at="layers.7.self_attn")
+
+
+def report_of_trace(module, inputs, analyzers, **options):
+    """The report of one trace whose inputs are no token ids."""
+    from nnsight import NNsight
+
+    model = NNsight(module)
+    probe = lsim.attach(model, analyzers, **options)
+    with model.trace(**inputs):
+        probe.read()
+    return probe.results()
+
+
+def report_of_loop(module, inputs, analyzers, **options):
+    """The report of one forward pass of the torch module itself."""
+    with torch.no_grad(), lsim.attach(module, analyzers, **options) as probe:
+        module(**inputs)
+    return probe.results()
+
+
+def test_embeddings_in_place_of_token_ids():
+    # Given embeddings, alone or with a mask.
+    module = tiny_llama()
+    embeddings = module.get_input_embeddings()(TOKENS[:4, :9]).detach()
+    mask = torch.ones(4, 9, dtype=torch.int64)
+    mask[0, 6:] = 0
+    analyzers = [*QUICK, lsim.CKA(minibatch=8), lsim.LogitLens()]
+    for inputs, tokens in (({"inputs_embeds": embeddings}, 36), ({"inputs_embeds": embeddings, "attention_mask": mask}, 33)):
+        # When a trace and a loop run the same forward pass.
+        report = report_of_trace(tiny_llama(), inputs, analyzers)
+        expected = report_of_loop(module, inputs, analyzers)
+        # Then they measure the same, and no position has a next token.
+        assert differences(report, expected) == []
+        assert report["cosine"].provenance.tokens == tokens
+        assert bool(report["logit_lens"].cross_entropy.isnan().all())
+        assert not bool(report["logit_lens"].agreement.isnan().any())
+    with pytest.raises(lsim.LayersimError, match=r"`positions`"):
+        report_of_trace(tiny_llama(), {"inputs_embeds": embeddings}, QUICK, positions=lambda row: row > 3)
+
+
+@pytest.mark.parametrize("positions", ["all", "mean"])
+def test_images_in_place_of_token_ids(positions):
+    analyzer = lsim.Cosine(center="none")
+    images = {"pixel_values": pixels(4)}
+    report = report_of_trace(image_vit(), images, analyzer, positions=positions)
+    assert differences(report, report_of_loop(image_vit(), images, analyzer, positions=positions)) == []
+
+
+def test_inputs_that_no_row_of_the_probe_can_stand_for_are_refused():
+    from nnsight import NNsight
+
+    opened = lsim.open_model(NNsight(VectorModel()), layers=["steps.0", "steps.1", "steps.2"])
+    with pytest.raises(lsim.LayersimError, match=r"VectorModel.*token ids.*lsim\.analyze"):
+        lsim.attach(opened, lsim.Cosine(center="none"))
+
+
 def test_values_that_are_not_finite_are_named_with_their_site():
     model = traced(tiny_llama())
     with pytest.raises(lsim.LayersimError, match=r"blocks\.1\.hook_resid_post"):
@@ -281,6 +364,41 @@ def test_analyzers_that_need_more_are_refused(analyzer, word):
         lsim.attach(traced(tiny_llama()), analyzer)
 
 
+@pytest.mark.light("False")
+@REMOTE
+def test_a_read_behind_a_later_module_names_the_sites_of_the_probe(remote):
+    from nnsight.intervention.interleaver import OutOfOrderError
+
+    model = traced(tiny_llama())
+    probe = lsim.attach(model, QUICK)
+
+    def read_behind_the_last_block():
+        with model.trace(TOKENS[:2], remote=remote):
+            model.model.layers[1].output.save()
+            probe.read()
+
+    sites = r"blocks\.0\.hook_resid_pre.*blocks\.\d\.hook_resid_post"
+    with pytest.raises(OutOfOrderError, match=rf"probe\.read\(\).*{sites}.*model\.input.*tracer\.invoke\(\)"):
+        read_behind_the_last_block()
+
+
+def test_a_loop_over_more_steps_than_a_generation_has_keeps_the_steps_that_ran():
+    model = traced(tiny_llama())
+    probe = lsim.attach(model, QUICK)
+
+    def read_five_steps():
+        with model.generate(max_new_tokens=2, do_sample=False, eos_token_id=None) as tracer:
+            with tracer.invoke(TOKENS[:4, :10]):
+                pass
+            with tracer.invoke():
+                for _ in tracer.iter[:5]:
+                    probe.read()
+
+    with pytest.warns(UserWarning, match="never reached"):
+        read_five_steps()
+    assert probe.results()["cosine"].provenance.tokens == 4 * 10 + 4
+
+
 def test_each_kind_of_probe_refuses_the_use_of_the_other():
     model = traced(tiny_llama())
     probe = lsim.attach(model, QUICK)
@@ -291,6 +409,8 @@ def test_each_kind_of_probe_refuses_the_use_of_the_other():
         probe.mask = torch.ones(2, 2)
     with pytest.raises(lsim.LayersimError, match=r"probe\.read\(\)"):
         lsim.attach(model._module, QUICK).read()
+    with pytest.raises(lsim.LayersimError, match=r"`every` is 2.*probe\.read\(\)"):
+        lsim.attach(model, QUICK, every=2)
 
 
 def test_the_gradients_of_a_trace_are_those_without_a_probe():

@@ -60,6 +60,16 @@ class PassReader:
             The numbers of rows, of positions and of rows with attended padding; a hash of the tokens; and if any position
             counts, its sums.
         """
+        try:
+            return self._read()
+        except Exception as error:
+            # By name: a server need not have nnsight's class under the path that it has here.
+            if type(error).__name__ == "OutOfOrderError":
+                # The same object, because nnsight ends a loop over `tracer.iter` with it.
+                error.args = (out_of_order(self.reader.names, str(error)),)
+            raise
+
+    def _read(self) -> dict[str, Any]:
         # No torch.no_grad here: the model would go on under it while a module's output is awaited.
         args, kwargs = self.reader.model.inputs
         has_cache = any(hasattr(value, "get_seq_length") for value in kwargs.values())
@@ -69,7 +79,15 @@ class PassReader:
                 "`probe.read()` cannot read cached generation on a sandboxed server, because reading would change later "
                 "tokens. Pass use_cache=False, or trace the complete rows after generation."
             )
-        tokens, attended, continued = tokens_and_mask(args, kwargs, self.mask_name)
+        ids = token_ids(args, kwargs, self.mask_name)
+        if ids is None:
+            self.rule.refuse_without_tokens()
+            # As in `attach` of a torch module: without token ids, no position has a next token.
+            tokens = torch.zeros(self.reader.positions_of_first_site(), dtype=torch.int64)
+        else:
+            tokens = ids.cpu().long()
+        attended, continued = attended_positions(tokens.shape, kwargs, self.mask_name)
+        has_positions = ids is not None or kwargs.get(self.mask_name) is not None
         counted = self.rule.select_rows(tokens, attended, continued)
         if self.whole_rows and (continued or tokens.shape[1] == 1):
             raise LayersimError(
@@ -83,55 +101,79 @@ class PassReader:
         output: dict[str, Any] = {
             "rows": 0 if continued else int(counted.any(1).sum()),
             "tokens": len(keep),
-            "padded": int(padding.any(1).sum()) if width > 1 else 0,
+            "padded": int(padding.any(1).sum()) if width > 1 and ids is not None else 0,
             "hash": mixed(tokens[counted] * 8191 + torch.arange(len(keep))).sum(),
         }
         if not len(keep):
             return output
-        buffer = SiteBuffer(self.reader.names, keep, (len(tokens), width), self.rule.pooled)
-        following = torch.full_like(tokens, NO_LABEL) if self.rule.pooled else next_tokens(tokens, attended)
+        buffer = SiteBuffer(self.reader.names, keep, (len(tokens), width), self.rule.pooled, has_positions)
+        has_next_tokens = ids is not None and not self.rule.pooled
+        following = next_tokens(tokens, attended) if has_next_tokens else torch.full_like(tokens, NO_LABEL)
         row = buffer.samples // width + self.first
-        ids = tokens.reshape(-1)[buffer.samples]
+        tokens_of_samples = tokens.reshape(-1)[buffer.samples]
         labels = following.reshape(-1)[buffer.samples]
-        view = self.reader.read(buffer, {"tokens": ids, "next_token": labels, "row": row}, False)
+        view = self.reader.read(buffer, {"tokens": tokens_of_samples, "next_token": labels, "row": row}, False)
         number = buffer.samples // width
         first_rows = counted[:FIRST_TEXTS]
         density = float(first_rows.sum()) / len(first_rows)
-        plan = plan_batch(view_of_tokens(ids, number, row), (0, len(tokens)), LEAF, density, self.kernels)
+        plan = plan_batch(view_of_tokens(tokens_of_samples, number, row), (0, len(tokens)), LEAF, density, self.kernels)
         stack: list[Any] = []
         add_leaves(stack, LEAF, None, plan.finish([reduce(plan.kernels_of(0), view)]), True)
         return output | {"sums": fold(stack, add_batch_sums), "dtype": str(buffer.activations.dtype)}
 
 
-def tokens_and_mask(args: Any, kwargs: Any, mask_name: str) -> tuple[Tensor, Tensor, bool]:
-    """Tokens and attended positions of a forward pass, on the CPU.
+def out_of_order(names: tuple[str, ...], reason: str) -> str:
+    """Message of nnsight's `OutOfOrderError` for a trace that ran past the sites before a probe read them.
+
+    Args:
+        names: names of the sites that the probe reads.
+        reason: nnsight's message, which names the module.
+    """
+    return (
+        f"`probe.read()` cannot read its {len(names)} sites, {names[0]} to {names[-1]}: {reason}. Call it once for each "
+        "forward pass, in an empty invoke (`with tracer.invoke(): probe.read()`) of a trace that runs to the end of the model."
+    )
+
+
+def token_ids(args: Any, kwargs: Any, mask_name: str) -> Tensor | None:
+    """Token ids of a forward pass (`batch pos`); None if the model was called without.
 
     Args:
         args: positional arguments of the model's forward.
         kwargs: keyword arguments of the model's forward.
         mask_name: see `PassReader`.
+    """
+    if kwargs.get("inputs_embeds") is not None:
+        # Other integers are then positions or segments.
+        return None
+    named = [value for name, value in kwargs.items() if name != mask_name]
+    matrices = [value for value in (*args, *named) if isinstance(value, Tensor) and value.dim() == 2]
+    integers = [value for value in matrices if not value.is_floating_point()]
+    ids: Tensor | None = kwargs.get("input_ids", integers[0] if integers else None)
+    return ids
 
-    Returns:
-        The tokens and the mask, `batch pos`; and whether rows continue from a cache.
+
+def attended_positions(shape: Any, kwargs: Any, mask_name: str) -> tuple[Tensor, bool]:
+    """Attended positions of a forward pass (bool `batch pos`, on the CPU), and whether rows continue from a cache.
+
+    Args:
+        shape: `batch pos` of the forward pass.
+        kwargs: keyword arguments of the model's forward.
+        mask_name: see `PassReader`.
 
     Raises:
-        LayersimError: the model was called without token ids, or with a mask of another shape.
+        LayersimError: the mask has another shape.
     """
-    matrices = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.dim() == 2]
-    integers = [value for value in matrices if not value.is_floating_point()]
-    tokens = kwargs.get("input_ids", integers[0] if integers else None)
-    if tokens is None:
-        raise LayersimError("This trace runs the model without token ids, which `probe.read()` needs.")
     mask = kwargs.get(mask_name)
-    pos = tokens.shape[1]
+    pos = shape[1]
     caches = [value for value in kwargs.values() if hasattr(value, "get_seq_length")]
     continued = any(int(cache.get_seq_length()) > 0 for cache in caches)
     if mask is None:
-        return tokens.cpu().long(), torch.ones(tokens.shape, dtype=torch.bool), continued
-    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[0] != tokens.shape[0] or mask.shape[1] < pos:
-        shape = tuple(getattr(mask, "shape", ()))
-        raise LayersimError(f"`{mask_name}` has shape {shape}; `probe.read()` needs shape {tuple(tokens.shape)}.")
-    return tokens.cpu().long(), mask[:, -pos:].bool().cpu(), continued or mask.shape[1] > pos
+        return torch.ones(tuple(shape), dtype=torch.bool), continued
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[0] != shape[0] or mask.shape[1] < pos:
+        shape_of_mask = tuple(getattr(mask, "shape", ()))
+        raise LayersimError(f"`{mask_name}` has shape {shape_of_mask}; `probe.read()` needs shape {tuple(shape)}.")
+    return mask[:, -pos:].bool().cpu(), continued or mask.shape[1] > pos
 
 
 class ReceivingFunction:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,8 +20,10 @@ from ..activations.row_pools import AnyKernel, PoolKernel, by_leaf, drawn
 from ..activations.view import Kernel, Reduced, SiteBuffer, View, at_sites, kept_of, reduce
 from ..architectures.anatomy import Anatomy
 from ..architectures.blocks import anatomy_of, choose_blocks
-from ..architectures.hook_points import HookPoint, multiplied, positions_of, residual_points, to_positions
+from ..architectures.hook_points import SITE_NAMES, HookPoint, multiplied, positions_of, residual_points, to_positions
+from ..architectures.module_paths import modules_by_path
 from ..architectures.output_heads import lens_of, possible_heads
+from ..architectures.site_selection import items_of, site_map
 from ..architectures.unembed import Head, Unembed, tensor_of, unembed_gap
 from ..core.errors import LayersimError, shown
 from ..core.wording import with_article
@@ -92,6 +95,19 @@ class TraceReader:
         if self.on_server and lens is not None:
             lens = None if block_output is None else remote_lens(lens, first_tensor(block_output))
         return buffer.view(token_fields, lens, calls)
+
+    def positions_of_first_site(self) -> tuple[int, int]:
+        """Numbers of rows and positions at the first site of a trace. `read` must follow before the model goes on."""
+        step = self.steps[0]
+        if step.incoming:
+            args, kwargs = step.envoy.inputs
+            hidden = first_tensor((*args, *kwargs.values()))
+        else:
+            hidden = first_tensor(step.envoy.output)
+        point = step.sites[0][1]
+        places = to_positions(hidden, point.channels, point.name, None)
+        # A model of vectors has one position for each row.
+        return places.shape[0], places.shape[1] if places.dim() > 2 else 1
 
 
 def remote_lens(unembed: Unembed, hidden: Tensor) -> Unembed:
@@ -236,7 +252,7 @@ class NNsightSource(CanReadSites):
         return tuple(events)
 
     def hook_points(self, at: Any, per_head: bool) -> tuple[HookPoint, ...]:
-        points = super().hook_points(at, per_head)
+        points = super().hook_points(self._without_aliases(at), per_head)
         for point in points:
             if point.run is not None:
                 raise LayersimError(
@@ -244,6 +260,48 @@ class NNsightSource(CanReadSites):
                     "once. Measure the torch module itself in this process."
                 )
         return points
+
+    def _without_aliases(self, at: Any) -> Any:
+        """Replace names that nnsight's `rename=` gives to modules by the paths of the modules.
+
+        Args:
+            at: see `hook_points`. A pattern is replaced only if it matches no other name.
+        """
+        aliases = self._aliases()
+        if not aliases:
+            return at
+        paths: list[Any] = []
+        for item in items_of(at):
+            if isinstance(item, str):
+                paths += self._paths_of_alias(item, aliases)
+            else:
+                paths.append(item)
+        return paths
+
+    def _aliases(self) -> dict[str, str]:
+        """Path of a module by each further name that nnsight's `rename=` gives it."""
+        from nnsight.intervention.aliasing import spellings
+
+        rename = self.envoy._rename
+        aliases: dict[str, str] = {}
+        if not rename:
+            return aliases
+        root = self.envoy.path
+        for path, module in modules_by_path(self.module).items():
+            if path:
+                # The first spelling is the path itself.
+                for spelling in spellings(rename, f"{root}.{path}", module)[1:]:
+                    aliases[spelling.removeprefix(f"{root}.")] = path
+        return aliases
+
+    def _paths_of_alias(self, name: str, aliases: Mapping[str, str]) -> list[str]:
+        """Paths of the modules that a name or pattern means by an alias; the name itself if it means none."""
+        sites = site_map(self.module, self.anatomy)
+        names = {site.point.name for site in sites.sites} | set(sites.other_names)
+        if name in SITE_NAMES or fnmatch.filter(names, name):
+            return [name]
+        matches = fnmatch.filter(aliases, name)
+        return list(dict.fromkeys(aliases[match] for match in matches)) or [name]
 
     def call(self, batch: Batch) -> Any:
         # Outside nnsight.

@@ -14,12 +14,13 @@ from ..core.arguments import typed
 from ..core.errors import LayersimError
 from ..core.wording import brief
 from ..data.batches import Batch
-from ..data.input_names import TOKEN_IDS
+from ..data.input_names import ROW_AXES
 from ..data.positions import Positions
 from ..engine.run_arguments import AnalyzersArgument, choose_analyzers
 from ..engine.site_plan import DEFAULT, AtArgument, SitePlan, chosen_rule, plan_sites
 from ..remote.open_model import open_source
 from ..sources.activation_checks import check_lens, check_stream_sums
+from ..sources.find_anatomy import synthetic_row
 from ..sources.hooked_module import HookedSource
 from ..sources.nnsight import NNsightSource
 from ..sources.open_local import OpenedModel, is_nnsight, only_on_servers
@@ -39,11 +40,11 @@ def refuse_unattachable(source: HookedSource | NNsightSource, chosen: Mapping[st
         LayersimError: names the analyzer and its need.
     """
     if isinstance(source, NNsightSource):
-        # Traces of other models do not tell the positions of their rows.
-        if source.model.main_input != TOKEN_IDS or source.anatomy.kind == "encoder-decoder":
+        # A trace does not tell which of the two stacks its inputs belong to.
+        if source.anatomy.kind == "encoder-decoder":
             raise LayersimError(
-                f"`model` is {source.model.name}; `attach` needs an nnsight model that takes token ids and is not an "
-                "encoder-decoder. Use lsim.analyze(model.edit(...), data, analyzers)."
+                f"`model` is {source.model.name}; `attach` needs an nnsight model that is not an encoder-decoder. Use "
+                "lsim.analyze(model.edit(...), data, analyzers)."
             )
     elif stack_side(source) == "both":
         raise source.anatomy.in_both_stacks()
@@ -69,7 +70,7 @@ def refuse_unattachable(source: HookedSource | NNsightSource, chosen: Mapping[st
 
 
 def settle(source: NNsightSource, analyzers: Mapping[str, Analyzer], plan: SitePlan) -> None:
-    """Run the model on a few arbitrary tokens to check the sites and the logit lens.
+    """Run the model on a few arbitrary tokens, or an arbitrary image or recording, to check the sites and the logit lens.
 
     The forward pass also finds the order and the widths of the sites.
 
@@ -79,16 +80,28 @@ def settle(source: NNsightSource, analyzers: Mapping[str, Analyzer], plan: SiteP
         plan: the sites that each analyzer reads.
 
     Raises:
-        LayersimError: an analyzer does not take the sites, or the lens differs from the model's logits.
+        LayersimError: an analyzer does not take the sites, the lens differs from the model's logits, or the model does not
+            run on such a row.
     """
     model = source.model
-    special = {*model.pads, *model.starts, *model.ends}
-    ids = [token for token in range(model.vocabulary or 32) if token not in special][:4]
-    tokens = torch.tensor([ids])
-    every_position = torch.ones_like(tokens, dtype=torch.bool)
-    row = Batch(tokens, every_position, every_position, 0)
+    if model.main_input in ROW_AXES:
+        row = synthetic_row(source.module, model)
+    else:
+        special = {*model.pads, *model.starts, *model.ends}
+        ids = [token for token in range(model.vocabulary or 32) if token not in special][:4]
+        tokens = torch.tensor([ids])
+        every_position = torch.ones_like(tokens, dtype=torch.bool)
+        row = Batch(tokens, every_position, every_position, 0)
     if not source.is_settled:
-        source.settle(row)
+        try:
+            source.settle(row)
+        except LayersimError as error:
+            if error.__cause__ is None:
+                raise
+            raise LayersimError(
+                f"`model` is {model.name}, which fails on a row of {'token ids' if row.has_tokens else model.main_input}, with "
+                f"which `attach` checks its sites before the first trace. Use lsim.analyze(model, data, analyzers). {error}"
+            ) from error
         check_stream_sums(source, row)
     plan.check_sites(analyzers)
     if model.head is not None and any(analyzer.needs.unembeds for analyzer in analyzers.values()):
@@ -104,6 +117,7 @@ def attach(
     per_head: bool = False,
     positions: str | slice | Callable[[Tensor], Any] | None = None,
     intervals: bool = False,
+    every: int = 1,
 ) -> Probe:
     """Run analyzers on every forward pass of a model inside a `with` statement.
 
@@ -126,6 +140,8 @@ def attach(
         positions: the positions of each row of a forward pass that are measured, as in `analyze`. Steps of cached generation
             are counted only by "all" and "last". Columns of data and "assistant" are not available: set `probe.mask`.
         intervals: keep the sums of 16 to 32 jackknife blocks of forward passes, which give every result confidence intervals.
+        every: n to measure the first of each n forward passes, counted from the start of the `with` block or from `reset()`;
+            the others run without the probe's work. Steps of cached generation belong together and raise an error if n > 1.
 
     Returns:
         A `Probe`. It measures forward passes inside a `with` statement, or traces by `read()`; `results()` is the report.
@@ -141,6 +157,8 @@ def attach(
         >>> probe.results()["cosine"].provenance.tokens
         40
     """
+    if every < 1:
+        raise LayersimError(f"`every` is {every}; it must be 1 or more.")
     chosen = choose_analyzers(analyzers)
     opened = OpenedModel.of(model)
     if is_nnsight(opened.model) and not opened.remote and only_on_servers(opened.model):
@@ -165,6 +183,11 @@ def attach(
             "forward passes. Set `probe.mask` before the forward pass."
         )
     if isinstance(source, HookedSource):
-        return LoopProbe(source, chosen, plan, rule, intervals)
+        return LoopProbe(source, chosen, plan, rule, intervals, every)
+    if every > 1:
+        raise LayersimError(
+            f"`every` is {every}, but an nnsight model is measured in the traces that call probe.read(). Leave out `every`, "
+            "and call it in the traces to be measured."
+        )
     settle(source, chosen, plan)
     return TraceProbe(source, chosen, plan, rule, intervals)

@@ -95,6 +95,7 @@ class Probe:
 
         Raises:
             LayersimError: the positions of the rows are not known, or activations are not finite.
+            OutOfOrderError: nnsight's error if the trace has run past the sites. Its message names them and what to do.
         """
         raise LayersimError(
             "probe.read() is for nnsight models only. Leave it out: the probe of this model measures every forward pass "
@@ -193,9 +194,17 @@ class LoopProbe(Probe):
     _source: HookedSource
 
     def __init__(
-        self, source: HookedSource, analyzers: dict[str, Analyzer], plan: SitePlan, positions: Positions, intervals: bool
+        self,
+        source: HookedSource,
+        analyzers: dict[str, Analyzer],
+        plan: SitePlan,
+        positions: Positions,
+        intervals: bool,
+        every: int,
     ) -> None:
         self._source = source
+        self._every = every
+        self._recorder: Recorder | None = None
         whole_rows = any(analyzer.needs.whole_rows for analyzer in analyzers.values())
         self._positions = ForwardPassPositions(positions, source, whole_rows)
         self._kernels = plan.kernels(analyzers, {})
@@ -205,7 +214,6 @@ class LoopProbe(Probe):
         self._dtypes = [source.model.dtype]
         self._error: LayersimError | None = None
         super().__init__(analyzers, plan, positions, intervals)
-        self._recorder: Recorder | None = None
         self._hooks = ExitStack()
 
     def _begin(self) -> None:
@@ -218,11 +226,14 @@ class LoopProbe(Probe):
         self._rows = 0
         self._dtypes = self._dtypes[-1:]
         self._positions.notes.begin()
+        if self._recorder is not None:
+            self._recorder.passes_begun = 0
 
     def __enter__(self) -> LoopProbe:
         if self._recorder is not None:
             raise LayersimError("The probe was already attached; each `lsim.attach(...)` can be entered once.")
-        self._recorder = Recorder(self._source, self._rule.pooled, self._choose, self._add, self._fail, bool(self._immediate))
+        compare = bool(self._immediate)
+        self._recorder = Recorder(self._source, self._rule.pooled, self._choose, self._add, self._fail, compare, self._every)
         self._hooks.enter_context(self._recorder.attached())
         return self
 
@@ -264,7 +275,10 @@ class LoopProbe(Probe):
 
     def _described(self) -> tuple[Mapping[str, list[ModelDescription]], dict[str, Any]]:
         model = replace(self._source.model.as_it_is_now(), dtype=", then ".join(self._dtypes))
-        return self._plan.models(model), {"masked_by_pad_id": self._positions.notes.masked}
+        fields: dict[str, Any] = {"masked_by_pad_id": self._positions.notes.masked}
+        if self._every > 1:
+            fields["every"] = self._every
+        return self._plan.models(model), fields
 
     def _fail(self, error: Exception) -> None:
         """Keep an error for `results()`, so that the user's loop continues."""

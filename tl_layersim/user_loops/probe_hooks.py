@@ -331,6 +331,8 @@ class Frame:
         self.forward_pass: ForwardPass | None = None
         # Number of runs so far of each module that is read, by its first site.
         self.runs: Counter[int] = Counter()
+        # Whether this call belongs to a forward pass that is not measured, see `every` of `Recorder`.
+        self.skipped = self.inner and parent is not None and parent.skipped
 
     @property
     def outermost(self) -> Frame:
@@ -369,6 +371,7 @@ class Recorder:
         on_view: receives the view of each complete forward pass, and its call.
         on_error: receives errors, which must not end the user's forward pass.
         compare: whether the lens is compared with the logits when the head runs for the first time; then False.
+        every: 1 to read every forward pass, n to read the first of each n.
     """
 
     def __init__(
@@ -379,6 +382,7 @@ class Recorder:
         on_view: Callable[[View, Call], None],
         on_error: Callable[[Exception], None],
         compare: bool,
+        every: int,
     ) -> None:
         self.source = source
         self.points = source.reading.points
@@ -389,6 +393,9 @@ class Recorder:
         self.on_view = on_view
         self.on_error = on_error
         self.compare = compare
+        self.every = every
+        # Number of forward passes that began, measured or not.
+        self.passes_begun = 0
         # TransformerLens's run_with_hooks and generate call the model's `forward` without its own hooks.
         self.direct = source.anatomy.library == "transformer_lens"
         # The sites of the residual stream lie inside the module that runs the blocks; others may lie anywhere.
@@ -421,9 +428,10 @@ class Recorder:
             for module, incoming, receive in source.stream_test(end_test):
                 test_handles.append(self._watch(module, incoming, receive))
             for level, module in enumerate(_stacks(source)):
-                handles.append(self._on_enter(module, partial(self._enter_module, level)))
+                # These two know where a forward pass begins and ends, and run also in one that is not measured.
+                handles.append(self._on_enter(module, partial(self._enter_module, level), in_skipped=True))
                 # Also after an exception, so that a later call does not see the state of a failed one.
-                handles.append(self._on_leave(module, self._leave_module, always=True))
+                handles.append(self._on_leave(module, self._leave_module, always=True, in_skipped=True))
             if source.anatomy.embedding is not None:
                 handles.append(self._on_enter(source.anatomy.embedding, self._read_tokens))
             if self.direct:
@@ -443,21 +451,30 @@ class Recorder:
             return self._on_enter(module, lambda _m, args, kwargs: receive(first_tensor((*args, *kwargs.values()))))
         return self._on_leave(module, lambda _m, _args, output: receive(first_tensor(output)))
 
-    def _on_enter(self, module: torch.nn.Module, handle: Callable[..., None]) -> RemovableHandle:
-        return not_copied(module, on_enter(module, self._hook(handle)))
+    def _on_enter(self, module: torch.nn.Module, handle: Callable[..., None], in_skipped: bool = False) -> RemovableHandle:
+        return not_copied(module, on_enter(module, self._hook(handle, in_skipped)))
 
-    def _on_leave(self, module: torch.nn.Module, handle: Callable[..., None], always: bool = False) -> RemovableHandle:
+    def _on_leave(
+        self, module: torch.nn.Module, handle: Callable[..., None], always: bool = False, in_skipped: bool = False
+    ) -> RemovableHandle:
         """Register a forward hook, a function of the module, its positional arguments and its output."""
 
         def with_kwargs(module: torch.nn.Module, args: tuple[Any, ...], _kwargs: dict[str, Any], output: Any) -> None:
             handle(module, args, output)
 
-        return not_copied(module, on_leave(module, self._hook(with_kwargs), with_kwargs=True, always=always))
+        return not_copied(module, on_leave(module, self._hook(with_kwargs, in_skipped), with_kwargs=True, always=always))
 
-    def _hook(self, handle: Callable[..., None]) -> ProbeHook:
-        """Wrap a hook so that its errors do not end the user's forward pass."""
+    def _hook(self, handle: Callable[..., None], in_skipped: bool) -> ProbeHook:
+        """Wrap a hook so that its errors do not end the user's forward pass.
+
+        Args:
+            handle: the hook.
+            in_skipped: whether the hook runs also in forward passes that are not measured.
+        """
 
         def call(*args: Any) -> None:
+            if self.frame.skipped and not in_skipped:
+                return
             # Gradient checkpointing runs blocks again inside the backward pass; torch's own checkpointing uses the same test.
             if self.stopped or is_unrecorded() or torch._C._current_graph_task_id() != -1:
                 return
@@ -494,6 +511,8 @@ class Recorder:
     def _enter_module(self, level: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         parent = self.frame
         frame = self.frame = Frame(module, level, parent)
+        if frame.skipped:
+            return
         if frame.inner:
             frame.tokens = parent.tokens
             frame.attention = parent.attention
@@ -530,6 +549,21 @@ class Recorder:
         is_plain = isinstance(mask, Tensor) and mask.dim() == 2
         if mask is not None and (frame.attention is None or is_plain):
             frame.attention = mask
+        # A pass of a front model runs aside, and is none of the user's.
+        if self.every > 1 and not frame.inner and not self.source.aside():
+            values = frame.tokens if frame.tokens is not None else inputs.get("inputs_embeds")
+            if isinstance(values, Tensor) and values.dim() > 1:
+                self._refuse_step(Call((values.shape[0], values.shape[1]), frame.tokens, frame.attention, frame.cached))
+            frame.skipped = self.passes_begun % self.every > 0
+            self.passes_begun += 1
+
+    def _refuse_step(self, call: Call) -> None:
+        """Raise an error for a later step of cached generation, which belongs to the rows of an earlier forward pass."""
+        if continues(call):
+            raise LayersimError(
+                f"`every` is {self.every}, but a forward pass continues rows from a cache, and steps of one generation belong "
+                "together. Leave out `every`, or call model(tokens) on the finished rows."
+            )
 
     def _leave_module(self, module: torch.nn.Module, _args: Any, output: Any) -> None:
         frame: Frame | None = self.frame
@@ -546,7 +580,7 @@ class Recorder:
                 frame.parent.sites_of_call |= frame.sites_of_call
         self.frame = frame.parent
         # A pass that failed, or that another run of this package ended early, has no output.
-        if output is None or frame.level != 0 or self.source.aside():
+        if output is None or frame.level != 0 or frame.skipped or self.source.aside():
             return
         self._refuse_multiple(output)
         sites = range(len(self.points))
@@ -632,6 +666,11 @@ class Recorder:
         innermost = self.frame
         if self.source.aside() or not self._is_in_forward_pass(innermost):
             return
+        if self.every > 1 and innermost.level < 0:
+            raise LayersimError(
+                f"`every` is {self.every}, which counts calls of the model, and generate, run_with_hooks and run_with_cache of "
+                "TransformerLens call its `forward`. Call model(tokens), or leave out `every`."
+            )
         frame = innermost if self.inside else innermost.outermost
         for site in read_in_next_run(self.points, sites, frame.runs):
             if innermost.level >= 0 and site in innermost.sites_of_call:
