@@ -16,15 +16,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 import tl_layersim as lsim
 
 from .models.tiny_models import random_tokens, tiny_llama
 from .running.levels import mark_heavy_cases, mark_transformer_lens
 
+# No example fails because the machine is busy.
+settings.register_profile("any load", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any load")
 # The same examples on every machine of continuous integration; new ones wherever a person runs the tests.
-settings.register_profile("ci", derandomize=True)
+settings.register_profile("ci", settings.get_profile("any load"), derandomize=True)
 if os.environ.get("CI"):
     settings.load_profile("ci")
 

@@ -79,7 +79,7 @@ class PassReader:
                 "`probe.read()` cannot read cached generation on a sandboxed server, because reading would change later "
                 "tokens. Pass use_cache=False, or trace the complete rows after generation."
             )
-        ids = token_ids(args, kwargs, self.mask_name)
+        ids = ids_of_inputs(args, kwargs, self.mask_name)
         if ids is None:
             self.rule.refuse_without_tokens()
             # As in `attach` of a torch module: without token ids, no position has a next token.
@@ -135,7 +135,7 @@ def out_of_order(names: tuple[str, ...], reason: str) -> str:
     )
 
 
-def token_ids(args: Any, kwargs: Any, mask_name: str) -> Tensor | None:
+def ids_of_inputs(args: Any, kwargs: Any, mask_name: str) -> Tensor | None:
     """Token ids of a forward pass (`batch pos`); None if the model was called without.
 
     Args:

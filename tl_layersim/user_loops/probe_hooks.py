@@ -332,7 +332,7 @@ class Frame:
         # Number of runs so far of each module that is read, by its first site.
         self.runs: Counter[int] = Counter()
         # Whether this call belongs to a forward pass that is not measured, see `every` of `Recorder`.
-        self.skipped = self.inner and parent is not None and parent.skipped
+        self.skipped: bool = self.inner and parent is not None and parent.skipped
 
     @property
     def outermost(self) -> Frame:
