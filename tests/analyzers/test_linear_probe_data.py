@@ -18,8 +18,7 @@ from ..models.tiny_models import hidden_states, random_tokens, tiny_llama, tiny_
 from ..models.wrapped_models import bridge, nnsight
 from ..running.options import called
 
-ROWS = 30
-TEST = 12
+ROWS, TEST = 30, 12
 PROBES = {"ridge": lsim.LinearProbe, "logistic": lsim.LogisticProbe}
 
 
@@ -33,7 +32,7 @@ def classes(tokens):
     return tokens[:, 3] % 3
 
 
-def assert_same(a, b) -> None:
+def same(a, b) -> None:
     for name in a.tensor_fields():
         np.testing.assert_array_equal(getattr(a, name), getattr(b, name), err_msg=name)
     assert a.labels == b.labels
@@ -45,14 +44,13 @@ def last_states(model, tokens) -> np.ndarray:
 
 def test_it_is_the_analyzer(llama, tokens, classes):
     options = {"positions": "last", "batch_size": 7, "at": "mlp_out"}
-    result = called(
+    found = called(
         lsim.linear_probe, llama, tokens, lsim.LinearProbe(labels=classes, test_fraction=0.4, ridge=0.3, seed=2), **options
     )
     probe = lsim.LinearProbe(labels=classes, ridge=0.3, seed=2, test_fraction=0.4)
-
-    assert_same(result, called(lsim.analyze, llama, tokens, probe, **options)["linear_probe"])
-    assert result.provenance.options["ridge"] == 0.3
-    assert result.provenance.seed == 2
+    same(found, called(lsim.analyze, llama, tokens, probe, **options)["linear_probe"])
+    assert found.provenance.options["ridge"] == 0.3
+    assert found.provenance.seed == 2
 
 
 def texts(rows: torch.Tensor) -> list[str]:
@@ -78,52 +76,39 @@ def test_held_out_data_of_its_own(kind, tokens, classes):
     model = tiny_llama(dtype=torch.float64)
     model.tokenizer = tiny_tokenizer()
     data, test = (KINDS[kind](tokens[part], classes[part]) for part in (slice(0, ROWS), slice(ROWS, None)))
-    train_data = lsim.Data(data, positions="last", batch_size=8, prepend_bos=False)
-
-    result = lsim.linear_probe(model, train_data, test_data=test)
-    x = last_states(model, tokens)
-    classes = classes.tolist()
+    read = lsim.Data(data, positions="last", batch_size=8, prepend_bos=False)
+    found = lsim.linear_probe(model, read, test_data=test)
+    x, classes = last_states(model, tokens), classes.tolist()
     scores = [oracles.ridge_scores(layer[:ROWS], np.array(classes[:ROWS]), layer, [0, 1, 2], 0.1) for layer in x]
     expected = [np.mean(score[ROWS:].argmax(1) == classes[ROWS:]) for score in scores]
-
-    np.testing.assert_allclose(result.accuracy, expected)
-    np.testing.assert_allclose(result.train_accuracy, [np.mean(s[:ROWS].argmax(1) == classes[:ROWS]) for s in scores])
-    assert result.test_samples.sum() == TEST
-    assert result.samples.tolist() == [classes[:ROWS].count(c) for c in range(3)]
+    np.testing.assert_allclose(found.accuracy, expected)
+    np.testing.assert_allclose(found.train_accuracy, [np.mean(s[:ROWS].argmax(1) == classes[:ROWS]) for s in scores])
+    assert found.test_samples.sum() == TEST
+    assert found.samples.tolist() == [classes[:ROWS].count(c) for c in range(3)]
 
 
 def test_data_sets_and_images_are_held_out_data_too():
     import datasets
 
-    model = pair_bert()
-    label = [0, 1, 1, 0, 1, 0]
-    data = pair_data()
-    rows = []
-    for n in range(6):
-        inputs = {name: values[n].tolist() for name, values in data.items()}
-        rows.append(inputs | {"label": label[n]})
-
+    model, label = pair_bert(), [0, 1, 1, 0, 1, 0]
+    rows = [{name: values[n].tolist() for name, values in pair_data().items()} | {"label": label[n]} for n in range(6)]
     whole = lsim.linear_probe(model, lsim.Data(rows[:4], positions="mean"), test_data=rows[4:])
     sets = (datasets.Dataset.from_list(part) for part in (rows[:4], rows[4:]))
-
-    assert_same(lsim.linear_probe(model, lsim.Data(next(sets), positions="mean"), test_data=next(sets)), whole)
-
+    same(lsim.linear_probe(model, lsim.Data(next(sets), positions="mean"), test_data=next(sets)), whole)
     data, test = ({"pixel_values": pixels(6)[part], "labels": label[part]} for part in (slice(4), slice(4, None)))
-    result = lsim.linear_probe(image_vit(), lsim.Data(data, positions="mean"), test_data=test)
-    assert result.test_samples.sum() == 2
+    found = lsim.linear_probe(image_vit(), lsim.Data(data, positions="mean"), test_data=test)
+    assert found.test_samples.sum() == 2
 
 
 def test_labels_by_position_of_both_parts(llama, tokens):
     labels = tokens % 2
     labels[:, 2] = -100
     data = {"input_ids": tokens[:ROWS], "labels": labels[:ROWS]}
-
-    result = lsim.linear_probe(llama, data, test_data={"input_ids": tokens[ROWS:, :5], "labels": labels[ROWS:, :5]})
-
-    assert result.test_samples.sum() == TEST * 4
-    assert result.samples.sum() == ROWS * 5
+    found = lsim.linear_probe(llama, data, test_data={"input_ids": tokens[ROWS:, :5], "labels": labels[ROWS:, :5]})
+    assert found.test_samples.sum() == TEST * 4
+    assert found.samples.sum() == ROWS * 5
     # The embedding holds the token.
-    assert result.accuracy[0] > 0.6
+    assert found.accuracy[0] > 0.6
 
 
 @pytest.mark.parametrize("penalty", [0.01, 1.0])
@@ -131,33 +116,31 @@ def test_logistic_regression_is_that_of_scikit_learn(penalty, tokens, classes):
     from sklearn.linear_model import LogisticRegression
 
     model = tiny_llama(dtype=torch.float64)
-    result = lsim.linear_probe(
+    found = lsim.linear_probe(
         model, lsim.Data(tokens, positions="last", batch_size=5), lsim.LogisticProbe(labels=classes, C=penalty)
     )
     out = np.array(oracles.held_out_rows(len(tokens)))
-
     for site, x in enumerate(last_states(model, tokens)):
         x = (x - x[~out].mean(0)) / x[~out].std(0)
         fitted = LogisticRegression(C=penalty, max_iter=1000).fit(x[~out], classes.numpy()[~out])
-        assert float(result.accuracy[site]) == fitted.score(x[out], classes.numpy()[out])
-        assert float(result.train_accuracy[site]) == fitted.score(x[~out], classes.numpy()[~out])
-    assert result.method == "logistic"
-    assert result.provenance.options["C"] == penalty
-
+        assert float(found.accuracy[site]) == fitted.score(x[out], classes.numpy()[out])
+        assert float(found.train_accuracy[site]) == fitted.score(x[~out], classes.numpy()[~out])
+    assert found.method == "logistic"
+    assert found.provenance.options["C"] == penalty
     ridge = lsim.linear_probe(model, lsim.Data(tokens, positions="last"), lsim.LinearProbe(labels=classes))
     for name in ("samples", "test_samples", "majority"):
-        assert torch.equal(getattr(result, name), getattr(ridge, name))
+        assert torch.equal(getattr(found, name), getattr(ridge, name))
 
 
 @pytest.mark.parametrize("options", [{"at": "z", "per_head": True}, {"at": ["mlp_post", "attn_out"]}])
 def test_logistic_regression_at_heads_and_sites_of_different_widths(options, llama, tokens):
     label = tokens[:, -1] % 2
-    result = called(lsim.linear_probe, llama, tokens, lsim.LogisticProbe(labels=label), positions="last", **options)
-    for number in (0, len(result.layers) - 1):
+    found = called(lsim.linear_probe, llama, tokens, lsim.LogisticProbe(labels=label), positions="last", **options)
+    for number in (0, len(found.layers) - 1):
         alone = lsim.linear_probe(
-            llama, lsim.Data(tokens, positions="last"), lsim.LogisticProbe(labels=label), at=[result.layers[number]]
+            llama, lsim.Data(tokens, positions="last"), lsim.LogisticProbe(labels=label), at=[found.layers[number]]
         )
-        assert alone.accuracy[0] == result.accuracy[number]
+        assert alone.accuracy[0] == found.accuracy[number]
 
 
 def test_a_fit_that_does_not_converge_is_named(llama, tokens, classes):
@@ -174,20 +157,17 @@ def test_equal_samples_are_named_by_logistic_regression_too(llama, tokens, class
     equal[:, 0] = 5
     for method in ("ridge", "logistic"):
         with pytest.warns(lsim.LayersimWarning, match=r"blocks\.0\.hook_resid_pre"):
-            result = lsim.linear_probe(llama, lsim.Data(equal, positions="first"), PROBES[method](labels=classes))
-        np.testing.assert_allclose(result.accuracy, float(result.majority))
+            found = lsim.linear_probe(llama, lsim.Data(equal, positions="first"), PROBES[method](labels=classes))
+        np.testing.assert_allclose(found.accuracy, float(found.majority))
 
 
 @pytest.mark.covering
 @pytest.mark.parametrize("method", ["ridge", "logistic"])
 @pytest.mark.parametrize("make", [lambda: bridge(tiny_llama()), lambda: nnsight(tiny_llama())], ids=["bridge", "nnsight"])
 def test_other_sources_give_one_answer(make, method, llama, tokens):
-    probe = PROBES[method](labels=tokens[:, -1] % 2)
-    data = lsim.Data(tokens, positions="last")
-
-    result = lsim.linear_probe(make(), data, probe)
-
-    np.testing.assert_allclose(result.confusion, lsim.linear_probe(llama, data, probe).confusion)
+    probe, data = PROBES[method](labels=tokens[:, -1] % 2), lsim.Data(tokens, positions="last")
+    found = lsim.linear_probe(make(), data, probe)
+    np.testing.assert_allclose(found.confusion, lsim.linear_probe(llama, data, probe).confusion)
 
 
 LOGISTIC = lsim.LogisticProbe(labels=[0, 1] * ((ROWS + TEST) // 2))
@@ -230,35 +210,32 @@ def test_a_probe_holds_no_data_of_a_run(llama, tokens):
     before = dict(vars(probe))
 
     first = lsim.linear_probe(llama, lsim.Data(tokens, positions="last"), probe)
-    repeated = lsim.linear_probe(llama, lsim.Data(tokens, positions="last"), probe)
+    again = lsim.linear_probe(llama, lsim.Data(tokens, positions="last"), probe)
 
     assert vars(probe) == before
-    assert torch.equal(first.confusion, repeated.confusion)
+    assert torch.equal(first.confusion, again.confusion)
 
 
 @pytest.mark.parametrize("method", ["ridge", "logistic"])
 def test_intervals_are_of_the_held_out_rows_of_each_block(method, llama):
     tokens = random_tokens(160, 5)
     label = (tokens[:, -1] + tokens[:, -2]) % 2
-
-    result = lsim.linear_probe(llama, lsim.Data(tokens, positions="last"), PROBES[method](labels=label), intervals=True)
-    low, high = result.interval()[1:3]
-
+    found = lsim.linear_probe(llama, lsim.Data(tokens, positions="last"), PROBES[method](labels=label), intervals=True)
+    low, high = found.interval()[1:3]
     assert (high > low).all()
-
     # The blocks are 20 of 8 rows; without one, accuracies are of the rows that are left.
     out = np.array(oracles.held_out_rows(160))
-    counts = [float(replicate.test_samples.sum()) for replicate in result.replicates]
-    assert counts == [float(out.sum() - out[start : start + 8].sum()) for start in range(0, 160, 8)]
+    left = [float(one.test_samples.sum()) for one in found.replicates]
+    assert left == [float(out.sum() - out[start : start + 8].sum()) for start in range(0, 160, 8)]
 
 
 def test_selectivity_of_logistic_regression(llama, tokens, classes):
-    results = {
+    found = {
         name: lsim.linear_probe(llama, tokens, probe(labels=tokens % 2, control="token")) for name, probe in PROBES.items()
     }
-    for result in results.values():
-        assert result.selectivity.isfinite().all()
-    assert float(results["logistic"].control_accuracy[0]) > 0.5
+    for one in found.values():
+        assert one.selectivity.isfinite().all()
+    assert float(found["logistic"].control_accuracy[0]) > 0.5
 
 
 def test_a_control_task_by_token_needs_tokens(llama, tokens, classes):
@@ -273,9 +250,8 @@ def test_few_samples_and_rows_are_warned_of(method, llama):
         tokens = random_tokens(rows, 5)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            result = lsim.linear_probe(llama, lsim.Data(tokens, positions="last"), PROBES[method](labels=tokens[:, -1] % 2))
-        messages = "\n".join(result.provenance.warnings)
-        return ["32 dimensions" in messages, "held-out text" in messages]
+            found = lsim.linear_probe(llama, lsim.Data(tokens, positions="last"), PROBES[method](labels=tokens[:, -1] % 2))
+        return [any(word in one for one in found.provenance.warnings) for word in ("32 dimensions", "held-out text")]
 
     assert warned(20) == [True, True]
     assert warned(60) == [False, True]

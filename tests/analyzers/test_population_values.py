@@ -20,24 +20,20 @@ SIMULATIONS = 10
 
 @pytest.mark.parametrize(("rho", "effect"), [(0.5, 0.0), (0.9, 0.0), (0.0, 0.1)])
 def test_intervals_of_cka_cover_the_population_value_without_bias(rho, effect):
-    coverages = [cka_coverage(64, SIMULATIONS, rho, effect, seed) for seed in range(4)]
-    bias = torch.cat([biases for _, biases in coverages])
-
+    found = [cka_coverage(64, SIMULATIONS, rho, effect, seed) for seed in range(4)]
+    bias = torch.cat([own for _, own in found])
     assert abs(float(bias.mean())) < 4 * float(bias.std()) / len(bias) ** 0.5
     # Of intervals that cover in 95 %, fewer in one of ten thousand.
-    assert sum(covered for covered, _ in coverages) * SIMULATIONS >= binom.ppf(1e-4, 4 * SIMULATIONS, 0.95)
+    assert sum(each for each, _ in found) * SIMULATIONS >= binom.ppf(1e-4, 4 * SIMULATIONS, 0.95)
 
 
 @pytest.mark.parametrize("measure", MEASURES)
 def test_independent_sites_are_rarely_called_similar_and_related_ones_often(measure):
     analyzer = measure(permutations=19)
-
-    def rejected(shared: float) -> float:
-        return sum(rejections(analyzer, 16, SIMULATIONS, 0.9, 0.0, shared, seed)[0] for seed in range(3)) * SIMULATIONS
-
-    of_none = rejected(0.0)
-    of_some = rejected(0.6)
-
+    of_none, of_some = (
+        sum(rejections(analyzer, 16, SIMULATIONS, 0.9, 0.0, shared, seed)[0] for seed in range(3)) * SIMULATIONS
+        for shared in (0.0, 0.6)
+    )
     assert of_none <= binom.ppf(1 - 1e-4, 3 * SIMULATIONS, 0.05)
     assert of_some > binom.ppf(1 - 1e-4, 3 * SIMULATIONS, 0.05)
 
@@ -47,13 +43,11 @@ def test_independent_sites_of_documents_of_several_rows_are_rarely_called_simila
     """Tokens wander through all rows of a document, and each place has a mean of its own."""
     analyzers = [measure(permutations=19) for measure in MEASURES[:-1]]
     analyzers.append(lsim.LinearPredictivity(permutations=19, test_fraction=0.5))
-    runs = {}
-    for shared in (0.0, 0.6):
-        runs[shared] = [wandering_documents(analyzers, kind, 5, shared, seed, how) for seed in range(2)]
+    runs = {shared: [wandering_documents(analyzers, kind, 5, shared, seed, how) for seed in range(2)] for shared in (0.0, 0.6)}
     most = binom.ppf(1 - 1e-4, 10, 0.05)
-
     for analyzer in analyzers:
-        rejected = {}
-        for shared, reports in runs.items():
-            rejected[shared] = sum(int((of_pairs(report[analyzer.name].p_values) <= 0.05).sum()) for report in reports)
-        assert rejected[0.0] <= most < rejected[0.6], analyzer.name
+        of_none, of_some = (
+            sum(int((of_pairs(report[analyzer.name].p_values) <= 0.05).sum()) for report in reports)
+            for reports in runs.values()
+        )
+        assert of_none <= most < of_some, analyzer.name

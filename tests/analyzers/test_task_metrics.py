@@ -26,10 +26,10 @@ def head_outputs(model, inputs) -> np.ndarray:
     """`layer row output`: the model's own pooler and classifier on [CLS] of every block's output, row by row."""
     tables = []
     for row in range(len(inputs["input_ids"])):
-        attended = inputs["attention_mask"][row].bool()
-        row_inputs = {name: values[row][attended][None] for name, values in inputs.items() if name != "attention_mask"}
+        kept = inputs["attention_mask"][row].bool()
+        own = {name: values[row][kept][None] for name, values in inputs.items() if name != "attention_mask"}
         with torch.no_grad():
-            states = model(**row_inputs, output_hidden_states=True).hidden_states[1:]
+            states = model(**own, output_hidden_states=True).hidden_states[1:]
             tables.append(torch.stack([model.classifier(model.bert.pooler(state))[0] for state in states]))
     return torch.stack(tables, dim=1).numpy()
 
@@ -39,101 +39,80 @@ def head_outputs(model, inputs) -> np.ndarray:
 def test_it_is_scikit_learn_on_stored_predictions(classes):
     from sklearn.metrics import accuracy_score, confusion_matrix, f1_score, matthews_corrcoef
 
-    model = pair_bert(labels=classes)
-    inputs = data()
+    model, inputs = pair_bert(labels=classes), data()
     # Classes of different sizes, so that a mean over classes is not one over rows.
     label = (torch.arange(ROWS) % 7).clamp(max=classes - 1)
-
-    result = lsim.analyze(model, lsim.Data(inputs, batch_size=7), lsim.TaskMetrics(labels=label))["task_metrics"]
+    found = lsim.analyze(model, lsim.Data(inputs, batch_size=7), lsim.TaskMetrics(labels=label))["task_metrics"]
     predicted = head_outputs(model, inputs).argmax(-1)
-
-    for layer, layer_predictions in enumerate(predicted):
-        assert float(result.accuracy[layer]) == pytest.approx(accuracy_score(label, layer_predictions))
-        np.testing.assert_array_equal(
-            result.confusion[layer], confusion_matrix(label, layer_predictions, labels=range(classes))
-        )
-        assert float(result.f1[layer]) == pytest.approx(f1_score(label, layer_predictions, average="macro"))
-        assert float(result.mcc[layer]) == pytest.approx(matthews_corrcoef(label, layer_predictions))
-        np.testing.assert_allclose(result.f1_by_class[:, layer], f1_score(label, layer_predictions, average=None))
+    for layer, said in enumerate(predicted):
+        assert float(found.accuracy[layer]) == pytest.approx(accuracy_score(label, said))
+        np.testing.assert_array_equal(found.confusion[layer], confusion_matrix(label, said, labels=range(classes)))
+        assert float(found.f1[layer]) == pytest.approx(f1_score(label, said, average="macro"))
+        assert float(found.mcc[layer]) == pytest.approx(matthews_corrcoef(label, said))
+        np.testing.assert_allclose(found.f1_by_class[:, layer], f1_score(label, said, average=None))
         if classes == 2:
-            assert float(result.f1_by_class[1, layer]) == pytest.approx(f1_score(label, layer_predictions))
-    assert len({tuple(layer_predictions) for layer_predictions in predicted}) > 1
-
+            assert float(found.f1_by_class[1, layer]) == pytest.approx(f1_score(label, said))
+    assert len({tuple(said) for said in predicted}) > 1
     last = f1_score(label, predicted[-1], average=None)
     assert last[0] != last[1]
-    assert result.headline().get("F1 of class 1 at the last layer") == (pytest.approx(last[1]) if classes == 2 else None)
+    assert found.headline().get("F1 of class 1 at the last layer") == (pytest.approx(last[1]) if classes == 2 else None)
 
 
 def test_labels_of_the_data_and_the_logit_lens_agree():
-    model = pair_bert()
-    inputs = data()
-
+    model, inputs = pair_bert(), data()
     report = lsim.analyze(
         model,
         inputs | {"labels": torch.arange(ROWS) % 3},
         [lsim.LogitLens(labels="data"), lsim.TaskMetrics(labels="data")],
     )
-
     assert torch.equal(report["task_metrics"].accuracy, report["logit_lens"].accuracy)
 
 
 def test_rows_without_a_label_are_left_out():
-    model = pair_bert()
-    inputs = data()
+    model, inputs = pair_bert(), data()
     label = torch.arange(ROWS) % 3
     label[::2] = -100
-
-    result = lsim.analyze(model, inputs, lsim.TaskMetrics(labels=label))["task_metrics"]
+    found = lsim.analyze(model, inputs, lsim.TaskMetrics(labels=label))["task_metrics"]
     some = {name: values[1::2] for name, values in inputs.items()}
     alone = lsim.analyze(model, some, lsim.TaskMetrics(labels=label[1::2]))["task_metrics"]
-
-    assert torch.equal(result.confusion, alone.confusion)
-    assert result.confusion[0].sum() == ROWS / 2
+    assert torch.equal(found.confusion, alone.confusion)
+    assert found.confusion[0].sum() == ROWS / 2
 
 
 @pytest.mark.parametrize("labels", [[0] * 12, [2] * 12])
 def test_one_class_alone_has_no_correlation(labels):
     x = residuals(tokens=12)
-    result = from_views(lsim.TaskMetrics(labels="data"), [view(x, labels=torch.tensor(labels))])
+    found = from_views(lsim.TaskMetrics(labels="data"), [view(x, labels=torch.tensor(labels))])
     expected = oracles.oracle_task_metrics([x], labels)
-
-    np.testing.assert_allclose(result.f1, expected["values"])
-    assert (result.mcc == 0).all()
-    assert np.isnan(result.f1_by_class[7, 0])
+    np.testing.assert_allclose(found.f1, expected["values"])
+    assert (found.mcc == 0).all()
+    assert np.isnan(found.f1_by_class[7, 0])
 
 
 def test_perfect_predictions_have_every_metric_at_one():
     x = residuals(tokens=30)
-    predicted = [row[-1]["said"] for row in oracles.lens_by_token([x], [None] * 30)]
-
-    result = from_views(lsim.TaskMetrics(labels="data"), [view(x, labels=torch.tensor(predicted))])
-
-    assert (result.f1[-1], result.mcc[-1], result.accuracy[-1]) == (1, 1, 1)
+    said = [row[-1]["said"] for row in oracles.lens_by_token([x], [None] * 30)]
+    found = from_views(lsim.TaskMetrics(labels="data"), [view(x, labels=torch.tensor(said))])
+    assert (found.f1[-1], found.mcc[-1], found.accuracy[-1]) == (1, 1, 1)
 
 
 @pytest.mark.parametrize("norm", ["final", "none"])
 def test_the_norm_is_that_of_the_logit_lens(norm):
-    model = tiny_llama()
-    tokens = random_tokens(6, 9)
-
+    model, tokens = tiny_llama(), random_tokens(6, 9)
     report = lsim.analyze(model, tokens, [lsim.TaskMetrics(norm=norm), lsim.LogitLens(norm=norm)])
-
     assert torch.equal(report["task_metrics"].accuracy, report["logit_lens"].accuracy)
 
 
 def test_images_and_classes_of_tokens():
-    images = pixels(12)
-    label = torch.arange(12) % 3
+    images, label = pixels(12), torch.arange(12) % 3
     model = image_vit()
-
-    report = lsim.analyze(model, images, [lsim.TaskMetrics(labels=label), lsim.LogitLens(labels=label)])
+    found = lsim.analyze(model, images, [lsim.TaskMetrics(labels=label), lsim.LogitLens(labels=label)])
     with torch.no_grad():
         predicted = model(images).logits.argmax(-1)
     expected = oracles.classification_metrics(label.tolist(), predicted.tolist(), 3)
-
-    np.testing.assert_allclose(report["task_metrics"].f1_by_class[:, -1], expected[0])
-    assert float(report["task_metrics"].mcc[-1]) == pytest.approx(expected[2])
-    assert report["task_metrics"].confusion.shape == (3, 3, 3)
+    np.testing.assert_allclose(found["task_metrics"].f1_by_class[:, -1], expected[0])
+    assert float(found["task_metrics"].mcc[-1]) == pytest.approx(expected[2])
+    assert found["task_metrics"].confusion.shape == (3, 3, 3)
 
 
 @pytest.mark.light("nnsight")
@@ -142,7 +121,6 @@ def test_other_sources_give_one_answer(make):
     tokens = random_tokens(6, 9)
     here = lsim.analyze(tiny_llama(), tokens, "task_metrics")["task_metrics"]
     there = lsim.analyze(make(tiny_llama()), tokens, "task_metrics")["task_metrics"]
-
     assert (here.confusion - there.confusion).abs().sum() <= 2
 
 
@@ -166,36 +144,31 @@ def test_a_simulated_server_gives_one_answer(classes):
 def test_correlations_of_a_regression_head_are_those_of_scipy(batch_size):
     from scipy.stats import pearsonr, spearmanr
 
-    model = pair_bert(labels=1)
-    inputs = data()
+    model, inputs = pair_bert(labels=1), data()
     scores = np.random.default_rng(0).normal(size=ROWS)
     scores[3:6] = scores[3]
     scores[10] = np.nan
-
-    result = lsim.analyze(model, lsim.Data(inputs, batch_size=batch_size), lsim.TaskMetrics(labels=scores))["task_metrics"]
-    scored = ~np.isnan(scores)
-
-    for layer, layer_scores in enumerate(head_outputs(model, inputs)[..., 0]):
-        assert float(result.spearman[layer]) == pytest.approx(spearmanr(layer_scores[scored], scores[scored]).statistic)
-        assert float(result.pearson[layer]) == pytest.approx(pearsonr(layer_scores[scored], scores[scored]).statistic)
-    assert result.rows == ROWS - 1
-
+    found = lsim.analyze(model, lsim.Data(inputs, batch_size=batch_size), lsim.TaskMetrics(labels=scores))["task_metrics"]
+    known = ~np.isnan(scores)
+    for layer, said in enumerate(head_outputs(model, inputs)[..., 0]):
+        assert float(found.spearman[layer]) == pytest.approx(spearmanr(said[known], scores[known]).statistic)
+        assert float(found.pearson[layer]) == pytest.approx(pearsonr(said[known], scores[known]).statistic)
+    assert found.rows == ROWS - 1
     # Scores of rows that the data does not have.
     with pytest.warns(lsim.LayersimWarning, match="labels"):
-        result = lsim.analyze(model, inputs, lsim.TaskMetrics(labels=np.append(scores, [5.0, -5.0])))["task_metrics"]
-    torch.testing.assert_close(result.pearson, result.pearson)
-    assert result.rows == ROWS - 1
-    assert result.headline()["Spearman correlation of the last layer"] == float(result.spearman[-1])
+        more = lsim.analyze(model, inputs, lsim.TaskMetrics(labels=np.append(scores, [5.0, -5.0])))["task_metrics"]
+    torch.testing.assert_close(more.pearson, found.pearson)
+    assert more.rows == ROWS - 1
+    assert found.headline()["Spearman correlation of the last layer"] == float(found.spearman[-1])
 
 
 def test_a_regression_result_is_a_file_and_a_figure(tmp_path):
-    result = lsim.analyze(pair_bert(labels=1), data(), lsim.TaskMetrics(labels=torch.rand(ROWS)))["task_metrics"]
-    loaded = lsim.load(result.save(tmp_path / "metrics.safetensors"))
-
-    assert torch.equal(loaded.values, result.values)
-    assert torch.equal(loaded.pearson, result.pearson)
-    for picture in result.pictures:
-        assert result.plot(picture.name).data
+    found = lsim.analyze(pair_bert(labels=1), data(), lsim.TaskMetrics(labels=torch.rand(ROWS)))["task_metrics"]
+    again = lsim.load(found.save(tmp_path / "metrics.safetensors"))
+    assert torch.equal(again.values, found.values)
+    assert torch.equal(again.pearson, found.pearson)
+    for picture in found.pictures:
+        assert found.plot(picture.name).data
 
 
 def test_equal_predictions_have_no_correlation():
@@ -203,12 +176,10 @@ def test_equal_predictions_have_no_correlation():
     with torch.no_grad():
         # All positions are equal after the last block.
         model.bert.encoder.layer[-1].output.LayerNorm.weight.zero_()
-
     with pytest.warns(lsim.LayersimWarning, match=r"NaN at blocks\.2\.hook_resid_post"):
-        result = lsim.analyze(model, data(), lsim.TaskMetrics(labels=torch.rand(ROWS)))["task_metrics"]
-
-    assert result.spearman.isnan().tolist() == result.pearson.isnan().tolist() == [False, False, True]
-    assert result.headline() == {}
+        found = lsim.analyze(model, data(), lsim.TaskMetrics(labels=torch.rand(ROWS)))["task_metrics"]
+    assert found.spearman.isnan().tolist() == found.pearson.isnan().tolist() == [False, False, True]
+    assert found.headline() == {}
 
 
 REFUSED = {

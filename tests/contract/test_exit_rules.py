@@ -33,14 +33,14 @@ def model():
 
 def allowed(cls, candidates=CANDIDATES) -> list[float]:
     """The candidates that are thresholds of a rule, ascending, and its unreachable one."""
-    thresholds = {float(cls.unreachable)}
+    taken = {float(cls.unreachable)}
     for threshold in candidates:
         try:
             cls(threshold)
         except lsim.LayersimError:
             continue
-        thresholds.add(threshold)
-    return sorted(thresholds)
+        taken.add(threshold)
+    return sorted(taken)
 
 
 def middle(model, name, cls) -> float:
@@ -78,19 +78,16 @@ def test_a_higher_threshold_exits_no_earlier(model, name, cls):
 def test_an_unreachable_threshold_runs_the_full_model(model, name, cls):
     early = lsim.EarlyExit(model, cls.unreachable, at="all", rule=name)
     tokens = random_tokens(3, 8)
-    output = early.logits(tokens)
+    found = early.logits(tokens)
     with torch.no_grad():
-        expected = model(tokens).logits
-
-    torch.testing.assert_close(output.logits, expected, rtol=1e-5, atol=1e-5)
-    assert set(output.exits.flatten().tolist()) == {LAYERS}
-    assert output.share_of_block_tokens == 1
-
+        own = model(tokens).logits
+    torch.testing.assert_close(found.logits, own, rtol=1e-5, atol=1e-5)
+    assert set(found.exits.flatten().tolist()) == {LAYERS}
+    assert found.share_of_block_tokens == 1
     written = early.generate(tokens, max_new_tokens=8, eos_token_id=())
     expected = model.generate(tokens, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)[:, 8:]
     assert torch.stack(written.tokens).tolist() == expected.tolist()
-    assert (output.checks, written.checks) == (0, 0)
-
+    assert (found.checks, written.checks) == (0, 0)
     highest = [t for t in allowed(cls) if t < cls.unreachable][-1]
     assert cls(cls.unreachable).never
     assert not cls(highest).never
@@ -100,13 +97,11 @@ def test_an_unreachable_threshold_runs_the_full_model(model, name, cls):
 @each_rule
 def test_a_generation_leaves_no_state_to_the_next(model, name, cls):
     threshold = middle(model, name, cls)
-    first = random_tokens(2, 6, seed=1)
-    second = random_tokens(3, 9, seed=2)
+    first, second = random_tokens(2, 6, seed=1), random_tokens(3, 9, seed=2)
     early, fresh = (lsim.EarlyExit(model, threshold, at="all", rule=name) for _ in range(2))
     options = {"max_new_tokens": 12, "eos_token_id": ()}
     before = early.generate(first, **options)
     early.logits(first)
-
     assert tokens_of(early.generate(second, **options)) == tokens_of(fresh.generate(second, **options))
     assert torch.equal(early.logits(second).exits, fresh.logits(second).exits)
     assert tokens_of(early.generate(first, **options)) == tokens_of(before)
@@ -116,12 +111,9 @@ def test_a_generation_leaves_no_state_to_the_next(model, name, cls):
 @each_rule
 def test_the_order_of_rows_does_not_matter(model, name, cls):
     early = lsim.EarlyExit(model, middle(model, name, cls), at="all", rule=name)
-    tokens = random_tokens(4, 7)
-    order = [2, 0, 3, 1]
+    tokens, order = random_tokens(4, 7), [2, 0, 3, 1]
     options = {"max_new_tokens": 12, "eos_token_id": ()}
-    plain = early.generate(tokens, **options)
-    shuffled = early.generate(tokens[order], **options)
-
+    plain, shuffled = early.generate(tokens, **options), early.generate(tokens[order], **options)
     for row, place in enumerate(order):
         assert shuffled.tokens[row].tolist() == plain.tokens[place].tolist()
         assert shuffled.exits[row].tolist() == plain.exits[place].tolist()
@@ -138,11 +130,10 @@ def test_a_decision_depends_on_its_own_token_alone(name, cls):
         state = rule.new_state(count)
         together = [rule.exits(check, state) for check in checks]
         for token in range(0, count, 7):
-            state = rule.new_state(1)
-            row = torch.zeros(1, dtype=torch.int64)
-            position = slice(token, token + 1)
+            state, one = rule.new_state(1), torch.zeros(1, dtype=torch.int64)
+            own = slice(token, token + 1)
             for check, decided in zip(checks, together, strict=True):
-                alone = CheckedTokens(check.logits[position], check.entering[position], check.leaving[position], row)
+                alone = CheckedTokens(check.logits[own], check.entering[own], check.leaving[own], one)
                 assert bool(rule.exits(alone, state)) == bool(decided[token])
 
 
@@ -164,7 +155,6 @@ def test_decisions_near_1_are_those_of_float64(name, cls):
         rule = cls(threshold)
         decisions = [rule.exits(check, rule.new_state(len(check.index))) for check in (narrow, wide)]
         assert torch.equal(*decisions), threshold
-
     if cls.unreachable == 1:
         counts = [int(cls(1 - gap).exits(narrow, cls(1 - gap).new_state(len(narrow.index))).sum()) for gap in (1e-8, 1e-10)]
         assert counts[0] > counts[1], "float32 rounds both thresholds to 1"

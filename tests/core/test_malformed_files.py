@@ -163,6 +163,9 @@ def figures(result):
 MEASURES = sorted(find_analyzers())
 # Results of classes that have no file.
 FURTHER = {
+    "cknna": lambda: result_of(lsim.MutualKNN(overlap="cknna")),
+    "permutation": lambda: result_of(lsim.Procrustes(alignment="permutation")),
+    "similarity": lambda: result_of(lsim.Similarity(mean_product)),
     "model grid": lambda: lsim.compare_grid(dict.fromkeys("ab", tiny_llama()), random_tokens(4), lsim.CKA(minibatch=8)),
     "towers": lambda: lsim.vision.tower_similarity(clip_of(), pairs()),
     "detection": lambda: lsim.vision.detection_by_layer(tiny_detr(), scenes()),
@@ -170,13 +173,20 @@ FURTHER = {
 RESULT_NAMES = [*MEASURES, *FURTHER, *(name for name in RESULTS if name != "report.safetensors")]
 
 
+def mean_product(x: Any, y: Any) -> float:
+    return float((x.mean(1) * y.mean(1)).mean())
+
+
+def result_of(analyzer: Any) -> lsim.Result:
+    return from_views(analyzer, [view_for(type(analyzer), residuals(1))])
+
+
 def result_named(name: str) -> lsim.Result:
     """A small result: of an analyzer, or from a file of the tests."""
     if name in FURTHER:
         return FURTHER[name]()
     if name in MEASURES:
-        cls = find_analyzers()[name]
-        return from_views(cls(), [view_for(cls, residuals(1))])
+        return result_of(find_analyzers()[name]())
     return lsim.load(FILES / name)
 
 

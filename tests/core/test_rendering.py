@@ -15,7 +15,7 @@ PLAIN = rendering.Renderer(
 
 
 def test_the_renderer_that_was_registered_last_draws(monkeypatch, tmp_path):
-    monkeypatch.setattr(rendering, "_places", list(rendering._places))
+    monkeypatch.setattr(rendering, "_place", rendering._place)
     rendering.register_renderer(f"{__name__}:PLAIN")
     report = lsim.Report({})
     assert report._repr_html_() == "a report of 0 results"

@@ -45,14 +45,11 @@ def naive_test(d: torch.Tensor, labels: tuple[str, ...]) -> tuple[float, int]:
     """The p-value and the number of relabelings: distinct divisions of the models into groups of these sizes."""
 
     def division(order: tuple[str, ...]) -> frozenset[frozenset[int]]:
-        groups = set()
-        for name in set(order):
-            groups.add(frozenset(i for i, label in enumerate(order) if label == name))
-        return frozenset(groups)
+        return frozenset(frozenset(i for i, one in enumerate(order) if one == name) for name in set(order))
 
     of_division = {division(order): difference(d, order) for order in set(itertools.permutations(labels))}
-    observed = difference(d, labels)
-    return statistics.fmean(value >= observed - 1e-9 for value in of_division.values()), len(of_division)
+    given = difference(d, labels)
+    return statistics.fmean(value >= given - 1e-9 for value in of_division.values()), len(of_division)
 
 
 @pytest.mark.covering
@@ -62,7 +59,6 @@ def test_the_exact_test_is_its_definition(labels, directed):
     d = distances(len(labels), directed=directed)
     test = permutation_test(d, labels, 100_000, 0)
     p, count = naive_test(d, tuple(labels))
-
     assert test.exact
     assert test.relabelings == count
     assert test.p_value == pytest.approx(p)
@@ -81,12 +77,9 @@ def test_random_relabelings_come_near():
     labels = "aaaabbbb"
     p, _ = naive_test(d, tuple(labels))
     test = permutation_test(d, labels, 30, 0)
-
     assert (test.exact, test.relabelings, test.smallest_p) == (False, 30, 1 / 31)
-
     many = permutation_test(distances(12, seed=3), "a" * 4 + "b" * 4 + "c" * 4, 5000, 0)
     assert many == permutation_test(distances(12, seed=3), "a" * 4 + "b" * 4 + "c" * 4, 5000, 0)
-
     exact = permutation_test(distances(12, seed=3), "a" * 4 + "b" * 4 + "c" * 4, 10_000, 0)
     assert exact.relabelings == math.factorial(12) // math.factorial(4) ** 3 // 6
     assert many.p_value == pytest.approx(exact.p_value, abs=4 * math.sqrt(exact.p_value / 5000))
@@ -102,24 +95,20 @@ def test_the_given_labels_count_as_one_more_random_relabeling():
 @pytest.mark.heavy("many models")
 def test_groups_far_apart_have_the_smallest_p():
     points = torch.tensor([0.0, 0.1, 0.3, 9.0, 9.2, 9.3], dtype=torch.float64)
-    groups = lsim.many.compare_groups(table((points[:, None] - points).abs()), [*"aaabbb"])
-
-    assert groups.attrs["relabelings"] == 10
-    assert groups["p_value"] == groups["smallest_p"] == 0.1
-
+    found = lsim.many.compare_groups(table((points[:, None] - points).abs()), [*"aaabbb"])
+    assert found.attrs["relabelings"] == 10
+    assert found["p_value"] == found["smallest_p"] == 0.1
     # Ten models a group: the setting of Brown et al.
     points = torch.cat([torch.arange(10), 100 + torch.arange(10)]).double()
-    groups = lsim.many.compare_groups(table((points[:, None] - points).abs()), ["top"] * 10 + ["bottom"] * 10)
-    assert (groups.attrs["relabelings"], groups.attrs["exact"]) == (92_378, 1)
-    assert float(groups["p_value"]) == pytest.approx(1 / 92_378)
+    found = lsim.many.compare_groups(table((points[:, None] - points).abs()), ["top"] * 10 + ["bottom"] * 10)
+    assert (found.attrs["relabelings"], found.attrs["exact"]) == (92_378, 1)
+    assert float(found["p_value"]) == pytest.approx(1 / 92_378)
 
 
 @pytest.mark.parametrize("directed", [False, True])
 def test_means_and_deviations(directed):
-    labels = "abacb"
-    d = distances(5, directed=directed)
-
-    groups = lsim.many.compare_groups(table(d), [*labels])
+    labels, d = "abacb", distances(5, directed=directed)
+    found = lsim.many.compare_groups(table(d), [*labels])
     pairs = list((itertools.permutations if directed else itertools.combinations)(range(5), 2))
     expected = {
         "within groups": [float(d[i, j]) for i, j in pairs if labels[i] == labels[j]],
@@ -128,27 +117,26 @@ def test_means_and_deviations(directed):
         "within b": [float(d[i, j]) for i, j in pairs if labels[i] == labels[j] == "b"],
     }
     for g, h in (itertools.permutations if directed else itertools.combinations)("abc", 2):
-        chosen_pairs = [(labels[i], labels[j]) in ([(g, h)] if directed else [(g, h), (h, g)]) for i, j in pairs]
+        own = [(labels[i], labels[j]) in ([(g, h)] if directed else [(g, h), (h, g)]) for i, j in pairs]
         expected[f"{g} into {h}" if directed else f"{g} and {h}"] = [
-            float(d[pair]) for pair, chosen in zip(pairs, chosen_pairs, strict=True) if chosen
+            float(d[pair]) for pair, chosen in zip(pairs, own, strict=True) if chosen
         ]
-
-    assert list(groups["comparison"].values) == list(expected)
+    assert list(found["comparison"].values) == list(expected)
     for name, values in expected.items():
-        chosen_pairs = groups.sel(comparison=name)
-        assert float(chosen_pairs["mean"]) == pytest.approx(statistics.fmean(values))
-        assert int(chosen_pairs["count"]) == len(values)
+        own = found.sel(comparison=name)
+        assert float(own["mean"]) == pytest.approx(statistics.fmean(values))
+        assert int(own["count"]) == len(values)
         sd = statistics.stdev(values) if len(values) > 1 else math.nan
-        assert float(chosen_pairs["sd"]) == pytest.approx(sd, nan_ok=True)
-    assert list(groups["first_group"].values[2:4]) == ["a", "b"]
+        assert float(own["sd"]) == pytest.approx(sd, nan_ok=True)
+    assert list(found["first_group"].values[2:4]) == ["a", "b"]
 
 
 def test_a_group_of_one_has_no_pair_within():
-    groups = lsim.many.compare_groups(table(distances(3)), {"m0": "a", "m1": "a", "m2": "b"})
-    assert list(groups["comparison"].values) == ["within groups", "between groups", "within a", "a and b"]
-    assert groups["count"].values.tolist() == [1, 2, 1, 2]
-    assert math.isnan(float(groups["sd"][0]))
-    assert [trace.name for trace in lsim.plot(groups).data] == ["within a", "a and b"]
+    found = lsim.many.compare_groups(table(distances(3)), {"m0": "a", "m1": "a", "m2": "b"})
+    assert list(found["comparison"].values) == ["within groups", "between groups", "within a", "a and b"]
+    assert found["count"].values.tolist() == [1, 2, 1, 2]
+    assert math.isnan(float(found["sd"][0]))
+    assert [trace.name for trace in lsim.plot(found).data] == ["within a", "a and b"]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -163,49 +151,38 @@ def test_distances_that_are_not_finite_are_named(value):
 def test_a_site_without_distances_has_no_p_value():
     d = torch.stack([distances(4), distances(4, seed=1)], -1)
     d[1, 2, 0] = d[2, 1, 0] = math.nan
-
-    groups = lsim.many.compare_groups(table(d), [*"aabb"])
-
-    assert groups["p_value"].isnull().values.tolist() == groups["difference"].isnull().values.tolist() == [True, False]
-
+    found = lsim.many.compare_groups(table(d), [*"aabb"])
+    assert found["p_value"].isnull().values.tolist() == found["difference"].isnull().values.tolist() == [True, False]
     alone = lsim.many.compare_groups(table(d[..., 1]), [*"aabb"])
     for name in ("difference", "p_value", "count"):
-        np.testing.assert_array_equal(groups[name].isel(site=1) if "site" in groups[name].dims else groups[name], alone[name])
+        np.testing.assert_array_equal(found[name].isel(site=1) if "site" in found[name].dims else found[name], alone[name])
     for name in ("mean", "sd"):
-        np.testing.assert_allclose(groups[name].isel(site=1), alone[name], rtol=1e-12)
+        np.testing.assert_allclose(found[name].isel(site=1), alone[name], rtol=1e-12)
 
 
 def test_distances_of_models_to_themselves_are_not_used():
     d = distances(5, seed=2)
-    groups = lsim.many.compare_groups(table(d), [*"aabbb"])
+    found = lsim.many.compare_groups(table(d), [*"aabbb"])
     unknown = lsim.many.compare_groups(table(d.clone().fill_diagonal_(math.nan)), [*"aabbb"])
-
     assert permutation_test(d.clone().fill_diagonal_(1e12), "aabbb", 1000, 0) == permutation_test(d, "aabbb", 1000, 0)
-    xarray.testing.assert_identical(groups, unknown)
+    xarray.testing.assert_identical(found, unknown)
 
 
 def test_rounding_gives_pairs_no_direction():
     d = distances(5, seed=1)
     rounded = d + torch.randn(5, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 1e-15
-
-    groups, expected = (lsim.many.compare_groups(table(distance_matrix), [*"aabbb"]) for distance_matrix in (rounded, d))
-
-    assert groups["count"].values.tolist() == expected["count"].values.tolist() == [4, 6, 1, 3, 6]
-    xarray.testing.assert_allclose(groups, expected)
-
+    found, expected = (lsim.many.compare_groups(table(one), [*"aabbb"]) for one in (rounded, d))
+    assert found["count"].values.tolist() == expected["count"].values.tolist() == [4, 6, 1, 3, 6]
+    xarray.testing.assert_allclose(found, expected)
     # Distances that are 0 but for rounding, beside others.
-    d[0, 1] = 1e-12
-    d[1, 0] = -1e-12
+    d[0, 1], d[1, 0] = 1e-12, -1e-12
     assert is_symmetric(d)
-
     d[0, 1] = 1e-4
     assert not is_symmetric(d)
-
     # Of curves by layer, a value may be undefined in both orders.
     curves = torch.stack([distances(4), rounded[:4, :4]], dim=-1)
     curves[0, 1, 0] = curves[1, 0, 0] = math.nan
     assert is_symmetric(curves)
-
     curves[1, 0, 0] = 0.5
     assert not is_symmetric(curves)
 
@@ -213,11 +190,9 @@ def test_rounding_gives_pairs_no_direction():
 def test_tables_of_other_kinds():
     d = distances(4)
     frame = table(d).to_pandas()
-
-    groups = lsim.many.compare_groups(frame, [0, 0, 1, 1], seed=5)
-
-    xarray.testing.assert_identical(groups, lsim.many.compare_groups(table(d), {f"m{n}": n // 2 for n in range(4)}, seed=5))
-    assert (groups.attrs["seed"], groups["first_group"].values.tolist()) == (5, ["", "", "0", "1", "0"])
+    found = lsim.many.compare_groups(frame, [0, 0, 1, 1], seed=5)
+    xarray.testing.assert_identical(found, lsim.many.compare_groups(table(d), {f"m{n}": n // 2 for n in range(4)}, seed=5))
+    assert (found.attrs["seed"], found["first_group"].values.tolist()) == (5, ["", "", "0", "1", "0"])
     for wrong in (frame.iloc[:, :3], frame.iloc[:, ::-1], frame["m0"]):
         with pytest.raises(lsim.LayersimError, match="`table`"):
             lsim.many.compare_groups(wrong, [*"aabb"])
@@ -230,13 +205,13 @@ def test_tables_of_other_kinds():
 
 def test_clusters_are_average_linkage():
     d = distances(5, directed=True)
-    symmetric = (d + d.T) / 2
+    both = (d + d.T) / 2
     members = {n: [n] for n in range(5)}
-
     for step, (a, b, height, count) in enumerate(clusters(d.numpy())):
-        joined = {}
-        for i, j in itertools.combinations(members, 2):
-            joined[i, j] = statistics.fmean(float(symmetric[x, y]) for x in members[i] for y in members[j])
+        joined = {
+            (i, j): statistics.fmean(float(both[x, y]) for x in members[i] for y in members[j])
+            for i, j in itertools.combinations(members, 2)
+        }
         assert height == pytest.approx(min(joined.values()))
         assert joined[tuple(sorted((int(a), int(b))))] == pytest.approx(height)
         members[5 + step] = members.pop(int(a)) + members.pop(int(b))
@@ -246,15 +221,13 @@ def test_clusters_are_average_linkage():
 def test_directions_below_zero_are_zero_before_their_mean():
     d = distances(5, directed=True) - 0.5
     d.fill_diagonal_(0)
-
     assert ((d < 0) & (d + d.T > 0)).any()
     for a, b, height, _ in clusters(d.numpy())[:1]:
-        merges = {
+        each = {
             (i, j): (max(0.0, float(d[i, j])) + max(0.0, float(d[j, i]))) / 2 for i, j in itertools.combinations(range(5), 2)
         }
-        assert height == pytest.approx(min(merges.values()))
-        assert merges[tuple(sorted((int(a), int(b))))] == pytest.approx(height)
-
+        assert height == pytest.approx(min(each.values()))
+        assert each[tuple(sorted((int(a), int(b))))] == pytest.approx(height)
     # A gain in one direction does not make up for a loss in the other.
     opposite = torch.tensor([[0.0, 0.0072], [-0.0072, 0.0]], dtype=torch.float64)
     assert clusters((opposite).numpy())[0, 2] == pytest.approx(0.0036)
@@ -271,20 +244,13 @@ def test_lines_of_groups_differ_by_colour_dash_and_marker():
         lines = [trace for trace in lsim.plot(lsim.many.compare_groups(table(d), [*labels])).data if trace.name]
         return {line.name: (line.line.color, line.line.dash, line.marker.symbol) for line in lines}
 
-    many = looks("aabbcc")
-
-    tree = lsim.many.dendrogram(table(d[..., 0]), [*"aabbcc"])
-
+    many, tree = looks("aabbcc"), lsim.many.dendrogram(table(d[..., 0]), [*"aabbcc"])
     assert len(many) == len(set(many.values())) == 9
-
-    within = {look[0] for name, look in many.items() if name.startswith("within ")}
-    between = {look[0] for name, look in many.items() if not name.startswith("within ")}
-    assert not within & between
-
+    inside, between = ({look[0] for name, look in many.items() if name.startswith("within ") == own} for own in (True, False))
+    assert not inside & between
     # A colour is one group in all figures.
     legend = {trace.name: trace.marker.color for trace in tree.data if trace.showlegend}
     assert legend == {group: many[f"within {group}"][0] for group in "abc"}
-
     few = looks("aaabbb")
     assert all(a != b for a, b in zip(few["a into b"], few["b into a"], strict=True))
 
@@ -312,27 +278,18 @@ def test_the_spread_of_groups_is_that_of_principal_coordinates(labels, euclidean
     test = spread_test(torch.tensor(d), labels, 200, 3)
     symmetric = (d + d.T) / 2
     names = [name for name in dict.fromkeys(labels) if labels.count(name) > 1]
-    members = []
-    for name in names:
-        members.append([n for n, label in enumerate(labels) if label == name])
-    spreads = [principal_coordinate_distances(symmetric[np.ix_(group, group)]) for group in members]
-
-    assert test.spreads == pytest.approx({f"within {name}": spread.mean() for name, spread in zip(names, spreads, strict=True)})
+    members = [[n for n, label in enumerate(labels) if label == name] for name in names]
+    each = [principal_coordinate_distances(symmetric[np.ix_(own, own)]) for own in members]
+    assert test.spreads == pytest.approx({f"within {name}": own.mean() for name, own in zip(names, each, strict=True)})
     if euclidean:
-        nearest = []
-        for group in members:
-            to_centroid = np.linalg.norm(points[group] - points[group].mean(0), axis=1)
-            nearest.append(to_centroid / math.sqrt(1 - 1 / len(group)))
-        np.testing.assert_allclose(np.concatenate(spreads), np.concatenate(nearest))
-
+        nearest = [np.linalg.norm(points[own] - points[own].mean(0), axis=1) / math.sqrt(1 - 1 / len(own)) for own in members]
+        np.testing.assert_allclose(np.concatenate(each), np.concatenate(nearest))
     # The same permutations, with scipy's F ratio.
-    values = np.concatenate(spreads)
-    cuts = np.cumsum([len(group) for group in members])[:-1]
-    observed = scipy.stats.f_oneway(*spreads).statistic
+    values = np.concatenate(each)
+    cuts = np.cumsum([len(own) for own in members])[:-1]
+    observed = scipy.stats.f_oneway(*each).statistic
     order = torch.rand(200, len(values), generator=torch.Generator().manual_seed(3)).argsort(1).numpy()
-    larger = sum(
-        scipy.stats.f_oneway(*np.split(values[permutation], cuts)).statistic >= observed - 1e-9 for permutation in order
-    )
+    larger = sum(scipy.stats.f_oneway(*np.split(values[one], cuts)).statistic >= observed - 1e-9 for one in order)
     assert test.p_value == pytest.approx((1 + larger) / 201)
 
 
@@ -340,17 +297,15 @@ def test_spread_and_centre_are_told_apart():
     generator = torch.Generator().manual_seed(0)
     labels = ["a"] * 8 + ["b"] * 8
     points = torch.randn(16, 4, generator=generator, dtype=torch.float64)
-    spread = points.clone()
-    centre = points.clone()
+    spread, centre = points.clone(), points.clone()
     spread[:8] *= 4
     centre[:8, 0] += 6
-
     for moved, exchangeable, equal in ((points, True, True), (spread, False, False), (centre, False, True)):
-        groups = lsim.many.compare_groups(table(torch.cdist(moved, moved)), labels, relabelings=999)
-        assert (float(groups["p_value"]) > 0.05) == exchangeable
-        assert (float(groups["spread_p_value"]) > 0.05) == equal
-        assert groups["spread"].sel(comparison=["within a", "within b"]).notnull().all()
-        assert groups["spread"].sel(comparison="between groups").isnull()
+        found = lsim.many.compare_groups(table(torch.cdist(moved, moved)), labels, relabelings=999)
+        assert (float(found["p_value"]) > 0.05) == exchangeable
+        assert (float(found["spread_p_value"]) > 0.05) == equal
+        assert found["spread"].sel(comparison=["within a", "within b"]).notnull().all()
+        assert found["spread"].sel(comparison="between groups").isnull()
 
 
 @pytest.mark.parametrize("labels", ["aabb", "abcc", "aaab"])
@@ -366,6 +321,5 @@ def test_the_test_of_spread_is_not_misled_by_the_centre_or_by_the_size_of_groups
         points = torch.randn(15, 5, generator=generator, dtype=torch.float64)
         points[:5, 0] += 5
         small += spread_test(torch.cdist(points, points), labels, 99, seed).p_value <= 0.05
-
     # 5 % of 200, with three times its error, and what small groups add.
     assert small <= 24

@@ -23,16 +23,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:The vocabularies have:UserWarnin
 CKAS = [lsim.CKA(minibatch=16), lsim.CKA(minibatch=16, estimator="biased"), lsim.CKA(estimator="exact")]
 
 
-def two_groups(per_group: int = 2) -> dict[str, torch.nn.Module]:
+def two_groups(each: int = 2) -> dict[str, torch.nn.Module]:
     """Copies of two models with noise: x0, y0, x1, y1, ..."""
     bases = {"x": tiny_llama(dtype=torch.float64), "y": tiny_llama(dtype=torch.float64, seed=1)}
-    return {f"{name}{i}": noisy(base, 7 * i + len(name)) for i in range(per_group) for name, base in bases.items()}
+    return {f"{name}{i}": noisy(base, 7 * i + len(name)) for i in range(each) for name, base in bases.items()}
 
 
 def text_rows() -> dict[str, torch.Tensor]:
     """Rows of tokens with padding and a last batch of one row."""
-    tokens = random_tokens(9, 20)
-    mask = torch.ones(9, 20, dtype=torch.long)
+    tokens, mask = random_tokens(9, 20), torch.ones(9, 20, dtype=torch.long)
     mask[1, 12:] = 0
     mask[5, :3] = 0
     return {"input_ids": tokens, "attention_mask": mask}
@@ -53,26 +52,18 @@ class TestGrid:
         grid = lsim.compare_grid(models, lsim.Data(text_rows(), batch_size=4), cka)
         names = list(models)
         for i, j in ((0, 1), (3, 0), (2, 2)):
-            a = names[i]
-            b = names[j]
-            pair_result = lsim.compare(models[a], models[b], lsim.Data(text_rows(), batch_size=4), cka)
-            grid_result = grid[a, b]
-            assert type(grid_result) is type(pair_result)
-            for name in pair_result.tensor_fields():
-                torch.testing.assert_close(
-                    getattr(grid_result, name), getattr(pair_result, name), rtol=1e-9, atol=1e-10, equal_nan=True
-                )
-            assert float(grid.values[i, j]) == pytest.approx(pair_result.distance(), abs=1e-6)
-            recorded, expected = (dict(vars(result.provenance)) for result in (grid_result, pair_result))
+            a, b = names[i], names[j]
+            one, own = lsim.compare(models[a], models[b], lsim.Data(text_rows(), batch_size=4), cka), grid[a, b]
+            assert type(own) is type(one)
+            for name in one.tensor_fields():
+                torch.testing.assert_close(getattr(own, name), getattr(one, name), rtol=1e-9, atol=1e-10, equal_nan=True)
+            assert float(grid.values[i, j]) == pytest.approx(one.distance(), abs=1e-6)
+            recorded, expected = (dict(vars(result.provenance)) for result in (own, one))
             # What is said of the data is said once, of the grid.
             for name in ("seconds", "warnings"):
                 recorded.pop(name), expected.pop(name)
             assert recorded == expected
-            assert (grid_result.samples, grid_result.minibatches, grid_result.column_layers) == (
-                pair_result.samples,
-                pair_result.minibatches,
-                pair_result.column_layers,
-            )
+            assert (own.samples, own.minibatches, own.column_layers) == (one.samples, one.minibatches, one.column_layers)
 
     def test_the_distance_is_equation_two(self, grid):
         for i, a in enumerate(grid.models):
@@ -88,28 +79,22 @@ class TestGrid:
     def test_each_model_runs_once_a_batch(self, cka):
         models = two_groups()
         passes = Passes(models)
-
         lsim.compare_grid(models, lsim.Data(text_rows(), batch_size=4), cka)
-
         # One watched row, and one row alone beside its batch. The exact estimator needs the means of a first pass.
         assert passes.counts == dict.fromkeys(models, 2 + (6 if cka.estimator == "exact" else 3))
 
     def test_statistics_are_computed_once_a_model_and_batch(self, models, monkeypatch):
         from tl_layersim.analyzers import _pairwise
 
-        triangles = _pairwise.upper_triangles
-        count = []
+        triangles, count = _pairwise.upper_triangles, []
         monkeypatch.setattr(_pairwise, "upper_triangles", lambda *args: count.append(1) or triangles(*args))
-
         lsim.compare_grid(models, lsim.Data(random_tokens(8, 16), batch_size=4), lsim.CKA(minibatch=16))
-
         # Eight minibatches.
         assert len(count) == len(models) * 8
 
     def test_groups_are_told_apart(self, grid):
         merges = clusters(grid.values.numpy())
         assert merges[-1, 2] > 5 * merges[-2, 2]
-
         means = lsim.many.compare_groups(grid)["mean"]
         assert means.sel(comparison="between groups") == means.sel(comparison="x and y")
         assert means.sel(comparison="x and y") > 5 * means.sel(comparison="within groups")
@@ -122,58 +107,49 @@ class TestGrid:
     def test_tables(self, grid):
         frame = grid.to_frame()
         assert (len(frame), set(frame.columns)) == (16, {"row_model", "column_model", "distance"})
-
         tables = grid.to_xarray()
         assert float(tables["distance"].sel(row_model="x0", column_model="y1")) == float(grid.values[0, 3])
         assert tables["by_site"].dims == ("row_model", "column_model", "site")
         assert (tables["distance"].attrs["long_name"], tables["distance"].attrs["units"]) == ("CKA distance", "radians")
         assert tables["by_site"].attrs["long_name"] == "CKA"
-
-        groups = lsim.many.compare_groups(tables["distance"], grid.groups)
-        xarray.testing.assert_equal(groups, lsim.many.compare_groups(grid))
+        found = lsim.many.compare_groups(tables["distance"], grid.groups)
+        xarray.testing.assert_equal(found, lsim.many.compare_groups(grid))
 
     def test_figures(self, grid, tmp_path):
         heat = grid.plot()
         names = [re.sub("<[^>]*>", "", text) for text in heat.layout.xaxis.ticktext]
-
         assert [name[0] for name in names] in ([*"xxyy"], [*"yyxx"])
-
         order = [grid.models.index(name) for name in names]
         np.testing.assert_allclose(heat.data[0].z, grid.values[order][:, order])
-
         tree = lsim.many.dendrogram(grid)
         merges = clusters(grid.values.numpy())
         colours = {max(trace.y): trace.line.color for trace in tree.data if trace.y[0] is not None}
         np.testing.assert_allclose(sorted(colours), merges[:, 2])
         # The last link joins the groups; every other one is of one group.
         assert [colours[height] == GREY for height in sorted(colours)] == [False, False, True]
-
         points = lsim.plot(lsim.many.compare_groups(grid)).data
-        np.testing.assert_allclose([np.nanmax(trace.y) for trace in points], lsim.many.compare_groups(grid)["mean"][2:])
+        np.testing.assert_allclose([np.nanmax(one.y) for one in points], lsim.many.compare_groups(grid)["mean"][2:])
         assert lsim.Report({"grid": grid}).to_html(tmp_path / "page.html").exists()
 
     def test_groups_by_site(self, grid):
-        groups = lsim.many.compare_groups(grid, field="by_site")
+        found = lsim.many.compare_groups(grid, field="by_site")
         pairs = {"within x": [("x0", "x1")], "within y": [("y0", "y1")]}
         pairs["x and y"] = [("x0", "y0"), ("x0", "y1"), ("x1", "y0"), ("x1", "y1")]
-
-        for name, group_pairs in pairs.items():
-            diagonals = np.stack([np.diagonal(grid[pair].values) for pair in group_pairs])
-            np.testing.assert_allclose(groups["mean"].sel(comparison=name), diagonals.mean(0))
+        for name, own in pairs.items():
+            each = np.stack([np.diagonal(grid[pair].values) for pair in own])
+            np.testing.assert_allclose(found["mean"].sel(comparison=name), each.mean(0))
             np.testing.assert_allclose(
-                groups["sd"].sel(comparison=name), diagonals.std(0, ddof=1) if len(diagonals) > 1 else np.full(4, math.nan)
+                found["sd"].sel(comparison=name), each.std(0, ddof=1) if len(each) > 1 else np.full(4, math.nan)
             )
-        assert tuple(groups["site"].values) == grid["x0", "y0"].layers
+        assert tuple(found["site"].values) == grid["x0", "y0"].layers
         # Similarities are smaller between groups.
-        assert (groups["difference"][1:] < 0).all()
-        assert groups["p_value"][1:].values == pytest.approx(1 / 3)
-
-        lines = [trace for trace in lsim.plot(groups).data if trace.name]
+        assert (found["difference"][1:] < 0).all()
+        assert found["p_value"][1:].values == pytest.approx(1 / 3)
+        lines = [trace for trace in lsim.plot(found).data if trace.name]
         assert [line.name for line in lines] == list(pairs)
-        np.testing.assert_allclose(lines[2].y, groups["mean"][4])
-
-        renamed = lsim.many.compare_groups(grid, {"x0": 1, "x1": 2, "y0": 1, "y1": 2}, field="by_site")
-        assert list(renamed["comparison"].values[2:]) == ["within 1", "within 2", "1 and 2"]
+        np.testing.assert_allclose(lines[2].y, found["mean"][4])
+        other = lsim.many.compare_groups(grid, {"x0": 1, "x1": 2, "y0": 1, "y1": 2}, field="by_site")
+        assert list(other["comparison"].values[2:]) == ["within 1", "within 2", "1 and 2"]
 
     def test_without_groups(self, models, tmp_path):
         grid = lsim.compare_grid(models, text_rows(), lsim.CKA(minibatch=16))
@@ -186,21 +162,19 @@ class TestGrid:
         assert float(lsim.many.compare_groups(grid, [*"xyxy"])["p_value"]) == pytest.approx(1 / 3)
 
     def test_save_and_load(self, grid, tmp_path):
-        loaded = lsim.load(grid.save(tmp_path / "grid.safetensors"))
-        assert type(loaded) is type(grid)
-        assert torch.equal(loaded.values, grid.values)
-        assert (loaded.models, loaded.groups, loaded.provenance) == (grid.models, grid.groups, grid.provenance)
+        again = lsim.load(grid.save(tmp_path / "grid.safetensors"))
+        assert type(again) is type(grid)
+        assert torch.equal(again.values, grid.values)
+        assert (again.models, again.groups, again.provenance) == (grid.models, grid.groups, grid.provenance)
         for pair in (("x0", "y1"), ("y1", "x0"), ("x0", "x0")):
-            assert torch.equal(loaded[pair].values, grid[pair].values)
-            assert loaded[pair].provenance == grid[pair].provenance
-
+            assert torch.equal(again[pair].values, grid[pair].values)
+            assert again[pair].provenance == grid[pair].provenance
         inside = lsim.load(lsim.Report({"many": grid}).save(tmp_path / "report.safetensors"))["many"]
         assert torch.equal(inside["y0", "y1"].effective_samples, grid["y0", "y1"].effective_samples)
 
     @pytest.mark.heavy("many models")
     def test_a_checkpoint_is_resumed(self, models, grid, tmp_path):
-        path = tmp_path / "run.safetensors"
-        data = text_rows()
+        path, data = tmp_path / "run.safetensors", text_rows()
 
         def broken():
             for number in range(9):
@@ -208,18 +182,14 @@ class TestGrid:
                     raise KeyboardInterrupt
                 yield {name: values[number].tolist() for name, values in data.items()}
 
-        rows = []
-        for number in range(9):
-            rows.append({name: values[number].tolist() for name, values in data.items()})
+        rows = [{name: values[number].tolist() for name, values in data.items()} for number in range(9)]
         call = {"groups": [*"xyxy"], "batch_size": 4, "checkpoint": path}
-
         with pytest.raises(KeyboardInterrupt):
             called(lsim.compare_grid, models, broken(), lsim.CKA(minibatch=16), **call)
         assert path.exists()
-
-        resumed = called(lsim.compare_grid, models, rows, lsim.CKA(minibatch=16), **call)
+        again = called(lsim.compare_grid, models, rows, lsim.CKA(minibatch=16), **call)
         whole = lsim.compare_grid(models, lsim.Data(rows, batch_size=4), lsim.CKA(minibatch=16))
-        assert torch.equal(resumed.values, whole.values)
+        assert torch.equal(again.values, whole.values)
         with pytest.raises(lsim.LayersimError):
             lsim.compare_grid(
                 dict(list(models.items())[:3]), lsim.Data(rows, batch_size=4), lsim.CKA(minibatch=16), checkpoint=path
@@ -230,30 +200,25 @@ class TestModels:
     def test_widths_and_kinds_may_differ(self):
         models = {"llama": tiny_llama(), "gpt2": tiny_gpt2(), "wide": wide()}
         data = random_tokens(6, 16)
-
         grid = lsim.compare_grid(models, data, lsim.CKA(minibatch=16))
-
         for a, b in (("llama", "wide"), ("wide", "gpt2")):
-            pair_result = lsim.compare(models[a], models[b], data, lsim.CKA(minibatch=16))
-            torch.testing.assert_close(grid[a, b].values, pair_result.values, rtol=1e-9, atol=1e-9)
+            one = lsim.compare(models[a], models[b], data, lsim.CKA(minibatch=16))
+            torch.testing.assert_close(grid[a, b].values, one.values, rtol=1e-9, atol=1e-9)
 
     def test_other_sites_and_positions(self):
         models = {"a": tiny_llama(), "b": tiny_llama(seed=1), "c": tiny_gpt2()}
         options = {"at": "attn_out", "positions": slice(2, None), "batch_size": 3}
         data = random_tokens(6, 16)
-
         grid = called(lsim.compare_grid, models, data, lsim.CKA(minibatch=16), **options)
-        pair_result = called(lsim.compare, models["b"], models["c"], data, lsim.CKA(minibatch=16), **options)
-
-        torch.testing.assert_close(grid["b", "c"].values, pair_result.values, rtol=1e-9, atol=1e-9)
-        assert grid["b", "c"].layers == pair_result.layers == tuple(f"blocks.{i}.hook_attn_out" for i in range(3))
-        assert float(grid.values[1, 2]) == pytest.approx(pair_result.distance(), abs=1e-9)
+        one = called(lsim.compare, models["b"], models["c"], data, lsim.CKA(minibatch=16), **options)
+        torch.testing.assert_close(grid["b", "c"].values, one.values, rtol=1e-9, atol=1e-9)
+        assert grid["b", "c"].layers == one.layers == tuple(f"blocks.{i}.hook_attn_out" for i in range(3))
+        assert float(grid.values[1, 2]) == pytest.approx(one.distance(), abs=1e-9)
 
     def test_depths_that_differ(self):
         models = {"a": tiny_llama(), "deep": tiny_llama(5)}
         with pytest.raises(lsim.LayersimError, match="a: 4, deep: 6"):
             lsim.compare_grid(models, random_tokens(), lsim.CKA(minibatch=16))
-
         grid = lsim.compare_grid(
             models,
             random_tokens(),
@@ -270,11 +235,8 @@ class TestModels:
         models = {"a": tiny_llama(), "b": tiny_llama(seed=1)}
         models["b"].tokenizer = tiny_tokenizer()
         texts = ["w3 w4 w5 w6 w7 w8", "w9 w10 w11 w12 w13 w14 w15"] * 2
-
         grid = lsim.compare_grid(models, texts, lsim.CKA(minibatch=4))
-
         assert grid.provenance.tokens == 30
-
         models["a"].tokenizer = tiny_tokenizer(90)
         with pytest.raises(lsim.LayersimError, match=r"'w90' is not in .* and has id 90 in "):
             lsim.compare_grid(models, texts, lsim.CKA(minibatch=4))
@@ -289,7 +251,6 @@ class TestModels:
             for block in flat.model.layers:
                 block.self_attn.o_proj.weight.zero_()
                 block.mlp.down_proj.weight.zero_()
-
         with pytest.raises(lsim.LayersimError, match=r"x0.*flat.*CKA"):
             lsim.compare_grid(models | {"flat": flat}, text_rows(), lsim.CKA(minibatch=16))
 

@@ -25,10 +25,8 @@ class TestAdapter:
         rng = np.random.default_rng(0)
         x, y = (rng.normal(size=(50, d)) * (1 + np.arange(d)) + 3 for d in widths)
         total = Sums()
-
         for part in (slice(0, 7), slice(7, 50)):
-            h = torch.as_tensor(x[part])
-            t = torch.as_tensor(y[part])
+            h, t = torch.as_tensor(x[part]), torch.as_tensor(y[part])
             total = total + Sums.of(moments(kind, h, t))
         weight, bias, explained = solve(total.fields, 0.0, kind != "linear")
 
@@ -42,28 +40,23 @@ class TestAdapter:
         centre = 0 if kind == "linear" else target.mean(0)
         r2 = 1 - ((target - fit) ** 2).sum() / ((target - centre) ** 2).sum()
         adapter = lsim.stitching.Adapter(kind, weight, bias)
-        residual = adapter(torch.as_tensor(x)).numpy() - (y - target)
-
-        np.testing.assert_allclose(residual, fit, atol=1e-9)
+        ours = adapter(torch.as_tensor(x)).numpy() - (y - target)
+        np.testing.assert_allclose(ours, fit, atol=1e-9)
         assert explained == pytest.approx(r2, abs=1e-10)
 
     def test_ridge_is_the_formula(self):
         rng = np.random.default_rng(1)
-        x = rng.normal(size=(30, 5))
-        y = rng.normal(size=(30, 3))
-        h = torch.as_tensor(x)
-        t = torch.as_tensor(y)
+        x, y = rng.normal(size=(30, 5)), rng.normal(size=(30, 3))
+        h, t = torch.as_tensor(x), torch.as_tensor(y)
         weight, _, _ = solve(moments("linear", h, t), 0.5, bias=False)
         gram = x.T @ x
         by_hand = np.linalg.solve(gram + 0.5 * np.diag(gram.diagonal()), x.T @ y).T
-
         np.testing.assert_allclose(weight.numpy(), by_hand, atol=1e-12)
 
     def test_its_numbers_are_its_own(self):
         weight = torch.eye(2)
         adapter = lsim.stitching.Adapter("linear", weight)
         weight.zero_()
-
         assert torch.equal(adapter(torch.ones(2)), torch.ones(2))
 
     def test_a_large_mean_in_a_linear_map(self):
@@ -71,7 +64,6 @@ class TestAdapter:
         truth = torch.randn(3, 6, dtype=torch.float64)
         t = h @ truth.T
         weight, _, _ = solve(moments("linear", h, t), 0.0, bias=False)
-
         torch.testing.assert_close(weight, truth, rtol=0, atol=0.02)
 
     def test_directions_that_no_token_has_are_left_alone(self):
@@ -79,7 +71,6 @@ class TestAdapter:
         h = torch.cat([x, x[:, :1], torch.zeros(40, 1)], 1).double()
         t = x[:, :2].double()
         weight, _, explained = solve(moments("linear", h, t), 0.0, bias=False)
-
         assert weight.isfinite().all()
         assert weight[:, 4].abs().max() == 0
         # Twice the same feature shares its weight.
@@ -92,7 +83,6 @@ class TestAdapter:
         truth = torch.randn(3, 4, dtype=torch.float64)
         t = h @ truth.T + 7
         weight, bias, _ = solve(moments("affine", h, t), 0.0, bias=True)
-
         torch.testing.assert_close(weight, truth, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(bias, torch.full((3,), 7.0).double(), rtol=1e-5, atol=1e-3)
 
@@ -114,7 +104,6 @@ class TestAdapter:
         adapter = lsim.stitching.Adapter("affine", torch.eye(3, requires_grad=True), torch.zeros(3))
         assert not list(adapter.parameters())
         assert not adapter(torch.ones(3)).requires_grad
-
         x = torch.ones(3, requires_grad=True)
         adapter(x).sum().backward()
         assert x.grad is not None
@@ -131,11 +120,9 @@ def test_an_adapter_as_a_linear_module_is_exact(kind):
     adapter = ADAPTERS[kind]()
     hidden = torch.randn(3, 5, 6, dtype=torch.float64)
     linear = adapter.to_linear()
-
     assert type(linear) is torch.nn.Linear
     assert torch.equal(linear(hidden), adapter(hidden))
     assert (linear.bias is None) == (adapter.bias is None)
-
     # A copy: training it does not change the adapter.
     with torch.no_grad():
         linear.weight.zero_()
@@ -149,9 +136,7 @@ def test_directions_that_are_written_and_read(kind):
     # Decoder directions of an SAE.
     written = torch.randn(7, 6, dtype=torch.float64)
     moved = adapter.transfer(written)
-
     torch.testing.assert_close(adapter(hidden) + moved, adapter(hidden + written))
-
     # Probes of the back model.
     probes = torch.randn(7, 4, dtype=torch.float64)
     offset = 0 if adapter.bias is None else probes @ adapter.bias
@@ -163,11 +148,9 @@ def test_what_an_adapter_cannot_move_is_refused():
     for call in (normed.to_linear, lambda: normed.transfer(torch.ones(4))):
         with pytest.raises(lsim.LayersimError, match=r"`kind`.*'affine-norm'"):
             call()
-
     identity = lsim.stitching.Adapter("identity")
     with pytest.raises(lsim.LayersimError, match=r"`kind`.*'identity'"):
         identity.to_linear()
-
     vectors = torch.randn(2, 4)
     assert torch.equal(identity.transfer(vectors), vectors)
     with pytest.raises(lsim.LayersimError, match=r"`vectors`.* 5.* 6"):

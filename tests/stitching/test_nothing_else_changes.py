@@ -14,33 +14,23 @@ from ..models.tiny_models import tiny_llama
 from .helpers import QUICK, lsim_batches, rows
 
 
-def requires_grad_of(model: torch.nn.Module) -> list[bool]:
-    return [parameter.requires_grad for parameter in model.parameters()]
-
-
-def sums_of(model: torch.nn.Module) -> list[float]:
-    return [float(parameter.detach().double().sum()) for parameter in model.parameters()]
-
-
 class TestNothingElseChanges:
     @pytest.mark.light("identity")
     @pytest.mark.parametrize("kind", ["identity", "affine", "affine-norm"])
     def test_no_gradient_reaches_a_weight(self, kind):
-        front = tiny_llama().train()
-        back = tiny_llama(seed=1).train()
+        front, back = tiny_llama().train(), tiny_llama(seed=1).train()
         list(back.parameters())[3].requires_grad_(False)
-        flags = [requires_grad_of(front), requires_grad_of(back)]
-        sums = [sums_of(front), sums_of(back)]
-        options = {} if kind == "identity" else {"fit": "lstsq+sgd", "training": QUICK}
+        flags = [[p.requires_grad for p in m.parameters()] for m in (front, back)]
+        sums = [[float(p.detach().double().sum()) for p in m.parameters()] for m in (front, back)]
+        more = {} if kind == "identity" else {"fit": "lstsq+sgd", "training": QUICK}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", lsim.LayersimWarning)
-            lsim.stitch(front, back, lsim.Data(rows(), batch_size=6), at=(1, 1), adapter=kind, **options)
-
+            lsim.stitch(front, back, lsim.Data(rows(), batch_size=6), at=(1, 1), adapter=kind, **more)
         assert front.training
         for model, flag, total in zip((front, back), flags, sums, strict=True):
             assert all(p.grad is None for p in model.parameters())
-            assert requires_grad_of(model) == flag
-            assert sums_of(model) == total
+            assert [p.requires_grad for p in model.parameters()] == flag
+            assert [float(p.detach().double().sum()) for p in model.parameters()] == total
             assert model.training
             for module in model.modules():
                 assert "forward" not in vars(module)
@@ -48,10 +38,8 @@ class TestNothingElseChanges:
                 assert not module._forward_pre_hooks
 
     def test_nor_after_an_exception(self, monkeypatch):
-        front = tiny_llama()
-        back = tiny_llama(seed=1)
+        front, back = tiny_llama(), tiny_llama(seed=1)
         monkeypatch.setattr(back.lm_head, "forward", lambda x: (_ for _ in ()).throw(RuntimeError("broken head")))
-
         with pytest.raises(lsim.LayersimError, match="broken head"):
             lsim.stitch(front, back, rows(), at=(1, 1), adapter="identity")
         for model in (front, back):
@@ -62,18 +50,15 @@ class TestNothingElseChanges:
                 assert not module._forward_pre_hooks
 
     def test_no_block_below_the_stitch_point_runs_in_a_step(self):
-        front = tiny_llama(4)
-        back = tiny_llama(4, seed=1)
+        front, back = tiny_llama(4), tiny_llama(4, seed=1)
         runs = dict.fromkeys(range(4), 0)
         for number, block in enumerate(back.model.layers):
             block.mlp.register_forward_hook(lambda *_, n=number: runs.update({n: runs[n] + 1}))
-        split_model = open_split_model(back)
-        front_split = open_split_model(front)
+        split_model, other = open_split_model(back), open_split_model(front)
         batches = lsim_batches(rows(4))
         split_model.tuples()
         runs.update(dict.fromkeys(runs, 0))
-        split_model.loss_and_gradient(batches[0], batches[0].next_tokens, 3, front_split.hidden(batches[0], 3))
-
+        split_model.loss_and_gradient(batches[0], batches[0].next_tokens, 3, other.hidden(batches[0], 3))
         assert runs == {0: 0, 1: 0, 2: 0, 3: 1}
 
     def test_the_front_runs_once_a_batch(self, monkeypatch):
@@ -86,21 +71,17 @@ class TestNothingElseChanges:
             "hidden",
             lambda self, batch, layer: calls.append(self.model.weights_hash) or plain(self, batch, layer),
         )
-        front = tiny_llama()
-        back = tiny_llama(seed=1)
-
+        front, back = tiny_llama(), tiny_llama(seed=1)
         result = lsim.stitch(
             front, back, lsim.Data(rows(20), batch_size=4), at=(0, 0), adapter="affine-norm", fit="sgd", training=QUICK
         )
-        weights_hash = result.provenance.weights_hash.split(" | ")[0]
-
+        own = result.provenance.weights_hash.split(" | ")[0]
         # Four batches of the fit, and one of the evaluation.
-        assert calls.count(weights_hash) == 4 + 1
+        assert calls.count(own) == 4 + 1
 
     @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_inside_a_users_own_contexts(self):
-        front = tiny_llama()
-        back = tiny_llama(seed=1)
+        front, back = tiny_llama(), tiny_llama(seed=1)
         options = {"at": (1, 1), "adapter": "affine-norm", "fit": "sgd", "training": QUICK}
         data = lsim.Data(rows(), batch_size=6)
         plain = lsim.stitch(front, back, data, **options)
@@ -112,13 +93,10 @@ class TestNothingElseChanges:
             assert lsim.stitch(front, back, data, **options).penalty == plain.penalty
 
     def test_hooks_below_the_stitch_point_do_not_touch_what_is_put_there(self):
-        front = tiny_llama()
-        back = tiny_llama(seed=1)
-
+        front, back = tiny_llama(), tiny_llama(seed=1)
         plain = lsim.stitch(front, back, rows(4), at=(1, 1), adapter="identity")
         handles = [back.model.layers[0].register_forward_hook(lambda _m, _a, out: out * 3)]
         handles.append(back.model.layers[0].register_forward_pre_hook(lambda _m, args: (args[0] * 2,)))
-
         assert lsim.stitch(front, back, rows(4), at=(1, 1), adapter="identity").loss == plain.loss
         assert lsim.stitch(front, back, rows(4), at=(1, 1), adapter="identity").back_loss != plain.back_loss
         for handle in handles:

@@ -15,7 +15,7 @@ from .helpers import naive, next_of, vit, weights_of
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 class TestTrainer:
-    def arguments(self, tmp_path, **training_options):
+    def arguments(self, tmp_path, **more):
         from transformers import TrainingArguments
 
         options = {
@@ -30,7 +30,7 @@ class TestTrainer:
             "logging_strategy": "no",
             "use_cpu": True,
             "weight_decay": 0.0,
-        } | training_options
+        } | more
         return TrainingArguments(str(tmp_path / "out"), **options)
 
     def rows(self, count=24, length=7):
@@ -48,33 +48,26 @@ class TestTrainer:
                 return loss
 
         arguments = self.arguments(tmp_path, gradient_accumulation_steps=2)
-
         Watched(tiny_llama().double(), arguments, train_dataset=self.rows()).train()
-
         assert [step for step, _, _ in losses] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
-        for _, actual, expected in losses:
-            assert actual == pytest.approx(expected, rel=1e-6)
+        for _, ours, theirs in losses:
+            assert ours == pytest.approx(theirs, rel=1e-6)
 
     def test_standard_is_the_trainers_own(self, tmp_path):
         from transformers import Trainer
 
-        a = tiny_llama().double()
-        b = tiny_llama().double()
-
+        a, b = tiny_llama().double(), tiny_llama().double()
         Trainer(a, self.arguments(tmp_path), train_dataset=self.rows()).train()
-        training = lsim.AlignedTraining(objective="standard")
-        lsim.training.AlignedTrainer(b, self.arguments(tmp_path), train_dataset=self.rows(), aligned=training).train()
-
+        own = lsim.AlignedTraining(objective="standard")
+        lsim.training.AlignedTrainer(b, self.arguments(tmp_path), train_dataset=self.rows(), aligned=own).train()
         torch.testing.assert_close(weights_of(a), weights_of(b), rtol=1e-4, atol=1e-5)
 
     def test_evaluation_is_the_last_layers_loss(self, tmp_path):
-        model = tiny_llama()
-        rows = self.rows(4)
+        model, rows = tiny_llama(), self.rows(4)
         trainer = lsim.training.AlignedTrainer(model, self.arguments(tmp_path), train_dataset=rows, eval_dataset=rows)
         tokens = torch.stack([row["input_ids"] for row in rows])
-        metrics = trainer.evaluate()
-
-        assert metrics["eval_loss"] == pytest.approx(float(model(tokens, labels=tokens).loss.detach()), rel=1e-5)
+        found = trainer.evaluate()
+        assert found["eval_loss"] == pytest.approx(float(model(tokens, labels=tokens).loss.detach()), rel=1e-5)
 
     def test_heads_of_their_own_are_refused(self, tmp_path):
         with pytest.raises(lsim.LayersimError, match="objective='multi-head'"):
@@ -98,16 +91,14 @@ class TestTrainersLabels(TestTrainer):
         class Mine(LlamaForCausalLM):
             pass
 
-        losses = []
-
+        found = []
         for cls in (LlamaForCausalLM, Mine):
             model = cls(tiny_llama().config)
             model.load_state_dict(tiny_llama().state_dict())
-            training = lsim.AlignedTraining(objective="standard")
-            trainer = lsim.training.AlignedTrainer(model, self.arguments(tmp_path), train_dataset=self.rows(), aligned=training)
-            losses.append(trainer.train().training_loss)
-
-        assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+            own = lsim.AlignedTraining(objective="standard")
+            trainer = lsim.training.AlignedTrainer(model, self.arguments(tmp_path), train_dataset=self.rows(), aligned=own)
+            found.append(trainer.train().training_loss)
+        assert found[0] == pytest.approx(found[1], rel=1e-6)
 
     def test_a_masked_model_is_not_shifted(self, tmp_path):
         from transformers import BertConfig, BertForMaskedLM, Trainer
@@ -123,16 +114,14 @@ class TestTrainersLabels(TestTrainer):
         rows = [
             {"input_ids": row, "labels": torch.where(torch.arange(7) % 3 == 1, row, NO_LABEL)} for row in random_tokens(24, 7)
         ]
-        training = lsim.AlignedTraining(objective="standard")
-
-        actual = (
-            lsim.training.AlignedTrainer(make(), self.arguments(tmp_path), train_dataset=rows, aligned=training)
+        own = lsim.AlignedTraining(objective="standard")
+        ours = (
+            lsim.training.AlignedTrainer(make(), self.arguments(tmp_path), train_dataset=rows, aligned=own)
             .train()
             .training_loss
         )
-        expected = Trainer(make(), self.arguments(tmp_path), train_dataset=rows).train().training_loss
-
-        assert actual == pytest.approx(expected, rel=1e-5)
+        theirs = Trainer(make(), self.arguments(tmp_path), train_dataset=rows).train().training_loss
+        assert ours == pytest.approx(theirs, rel=1e-5)
 
     @pytest.mark.heavy("a training")
     def test_images(self, tmp_path):
@@ -140,16 +129,12 @@ class TestTrainersLabels(TestTrainer):
 
         torch.manual_seed(0)
         rows = [{"pixel_values": torch.randn(3, 8, 8), "labels": i % 4} for i in range(24)]
-        training = lsim.AlignedTraining(objective="standard")
-
-        actual = (
-            lsim.training.AlignedTrainer(vit(), self.arguments(tmp_path), train_dataset=rows, aligned=training)
-            .train()
-            .training_loss
+        own = lsim.AlignedTraining(objective="standard")
+        ours = (
+            lsim.training.AlignedTrainer(vit(), self.arguments(tmp_path), train_dataset=rows, aligned=own).train().training_loss
         )
-        expected = Trainer(vit(), self.arguments(tmp_path), train_dataset=rows).train().training_loss
-
-        assert actual == pytest.approx(expected, rel=1e-5)
+        theirs = Trainer(vit(), self.arguments(tmp_path), train_dataset=rows).train().training_loss
+        assert ours == pytest.approx(theirs, rel=1e-5)
 
     def test_a_further_term_in_the_loss_is_refused(self, tmp_path):
         from transformers import LlamaForCausalLM
@@ -178,8 +163,8 @@ class TestTrainersLabels(TestTrainer):
     def test_an_opened_model(self, tmp_path, initialised):
         def trainer(*blocks):
             opened = lsim.open_model(tiny_llama(), layers=[f"model.layers.{i}" for i in blocks])
-            model_options = {"model_init": lambda: opened} if initialised else {"model": opened}
-            return lsim.training.AlignedTrainer(**model_options, args=self.arguments(tmp_path), train_dataset=self.rows())
+            given = {"model_init": lambda: opened} if initialised else {"model": opened}
+            return lsim.training.AlignedTrainer(**given, args=self.arguments(tmp_path), train_dataset=self.rows())
 
         assert trainer(0, 1, 2).train().global_step == 6
         with pytest.raises(lsim.LayersimError, match="layers="):
@@ -200,18 +185,17 @@ def test_the_side_of_padding_changes_no_training(make, tmp_path):
     rows = [random_tokens(1, length, seed=length)[0] for length in (9, 5, 7, 4)]
 
     def padded(batch, side):
-        ids = torch.zeros(2, 9, dtype=torch.long)
-        mask = torch.zeros(2, 9, dtype=torch.long)
-        labels = torch.full((2, 9), NO_LABEL)
+        ids, mask, labels = (
+            torch.zeros(2, 9, dtype=torch.long),
+            torch.zeros(2, 9, dtype=torch.long),
+            torch.full((2, 9), NO_LABEL),
+        )
         for i, row in enumerate(batch):
             at = slice(9 - len(row), None) if side == "left" else slice(0, len(row))
-            ids[i, at] = row
-            mask[i, at] = 1
-            labels[i, at] = row
+            ids[i, at], mask[i, at], labels[i, at] = row, 1, row
         return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
     trained = []
-
     for side in ("left", "right"):
         model = make()
         trainer = lsim.training.AlignedTrainer(
@@ -222,5 +206,4 @@ def test_the_side_of_padding_changes_no_training(make, tmp_path):
         )
         trainer.train()
         trained.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
-
     assert torch.allclose(*trained, atol=1e-4)

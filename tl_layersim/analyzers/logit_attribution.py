@@ -67,7 +67,7 @@ class LogitAttributionResult(Result):
         label="Attribution",
         unit="logits",
         title="Direct attribution of the logit to blocks",
-        caption="What each block adds to the logit, mean over positions.",
+        caption="What each block adds to the logit, mean over positions (Elhage et al. 2021).",
         scale="free",
     )
     logit: Float64[Tensor, ""] = axes(label="Logit", title="Logit of the token")

@@ -381,7 +381,7 @@ class LogitLens(LensAnalyzer):
 
         >>> data = lsim.Data("Once upon a time there was a little", positions="last")
         >>> lens = lsim.analyze(lsim.demo_model(), data, lsim.LogitLens(ranks=" girl"))["logit_lens"]
-        >>> int(lens.rank[-1]), bool(lens.rank[0] > 100)
+        >>> int(lens.rank[-1]), bool(lens.rank[0] > 1)
         (1, True)
     """
 

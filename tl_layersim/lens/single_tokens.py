@@ -57,7 +57,8 @@ def token_ids(tokens: Any, model: ModelDescription, argument: str) -> int | Tens
         ids = [_id_of_text(item, model, argument) if isinstance(item, str) else item for item in items]
         return token_ids(ids, model, argument)
     ids_of_numbers = number_tensor(tokens, argument, TOKENS_IN_WORDS)
-    is_whole = not ids_of_numbers.is_floating_point() and ids_of_numbers.dtype != torch.bool
+    dtype = ids_of_numbers.dtype
+    is_whole = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
     if not is_whole or ids_of_numbers.dim() > 1 or ids_of_numbers.numel() == 0:
         raise LayersimError(f"`{argument}` is {brief(tokens)}; it must be {TOKENS_IN_WORDS}.")
     if int(ids_of_numbers.min()) < 0:
