@@ -165,7 +165,7 @@ MEASURES = sorted(find_analyzers())
 FURTHER = {
     "cknna": lambda: result_of(lsim.MutualKNN(overlap="cknna")),
     "permutation": lambda: result_of(lsim.Procrustes(alignment="permutation")),
-    "similarity": lambda: result_of(lsim.Similarity(mean_product)),
+    "similarity": lambda: from_views(lsim.Similarity(mean_product), [view_for(lsim.MutualKNN, residuals(1))]),
     "model grid": lambda: lsim.compare_grid(dict.fromkeys("ab", tiny_llama()), random_tokens(4), lsim.CKA(minibatch=8)),
     "towers": lambda: lsim.vision.tower_similarity(clip_of(), pairs()),
     "detection": lambda: lsim.vision.detection_by_layer(tiny_detr(), scenes()),
