@@ -206,8 +206,9 @@ def test_the_server_says_what_it_can_do(server, trust):
     assert found.offer.job_limit is None
     assert set(found.analyzers) == set(find_analyzers())
     reasons = {name: reason for name, reason in found.analyzers.items() if reason}
-    assert list(reasons) == ([] if trust == "trusted" else ["block_coupling"])
-    assert trust == "trusted" or "sandbox" in reasons["block_coupling"]
+    # Analyzers that need gradients.
+    assert set(reasons) == (set() if trust == "trusted" else {"block_coupling", "logit_attribution"})
+    assert all("sandbox" in reason for reason in reasons.values())
     assert "beef" not in str(found) + repr(found)
     # The environment of `make test-ndif` has another patch release of nnsight than the server.
     assert any(words.startswith("nnsight ") for words in found.offer.differences)
